@@ -21,6 +21,7 @@ from typing import Any, Literal
 import onnx
 import torch
 from torch import Tensor, fx, nn
+from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
 from smcp_fx.backends.onnx.attention import FourDimensionalAttention
 from smcp_fx.backends.onnx.axes import (
@@ -278,9 +279,14 @@ def _export_program(model: nn.Module, inputs: tuple[Tensor, ...], axes: Axes) ->
     except Exception as error:
         _require_runs(model, inputs, given)
         first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        by_values = isinstance(error, GuardOnDataDependentSymNode)
+        cure = (
+            " Its Python asks for values of tensors, which a file cannot hold: export the parts, such as "
+            "export_onnx(smaller.body, ...)."
+        )
         raise BackendError(
             f"torch.export cannot capture {type(model).__name__} on inputs of shapes {given}: {first}."
-            f"{_fewer(axes)}"
+            f"{cure if by_values else _fewer(axes)}"
         ) from error
 
 

@@ -208,7 +208,9 @@ class Objective:
                 raise InputError(
                     f"all labels of {batch} are {_NO_CLASS}, which counts for nothing: leave it away"
                 )
-            _require_within(counted, rows.shape[1] - 1, f"{rows.shape[1]} classes", batch)
+            _require_within(
+                counted, rows.shape[1] - 1, f"{rows.shape[1]} classes ({_NO_CLASS} is no class)", batch
+            )
         return F.cross_entropy(rows, targets) * math.sqrt(rows.shape[0] / batch.images)
 
     def read(self, outputs: Any, batch: Batch) -> dict[str, Reading]:

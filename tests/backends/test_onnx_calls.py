@@ -73,6 +73,16 @@ def test_a_call_that_was_not_traced_is_told_as_such(tmp_path: Path) -> None:
         smcp_fx.export_onnx(smaller, X[:, :2], tmp_path / "loss.onnx")
 
 
+def test_python_between_traced_parts_is_told(tmp_path: Path) -> None:
+    class Branching(Answering):
+        def forward(self, x: Tensor, labels: Tensor | None = None) -> Any:
+            y = self.body(x)
+            return self.head((y if float(y.detach().sum()) < 1e9 else 2 * y).mean((2, 3)))
+
+    with pytest.raises(BackendError, match=r"export the parts, such as export_onnx\(smaller\.body"):
+        smcp_fx.export_onnx(Branching(), X, tmp_path / "parts.onnx")
+
+
 def test_a_refusal_leaves_no_marks_on_the_inputs(tmp_path: Path) -> None:
     smaller, x = converted(Losing(), X), X.clone()
     with pytest.raises(BackendError, match="Leave fewer axes open"):
