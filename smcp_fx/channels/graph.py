@@ -22,8 +22,8 @@ from smcp_fx.channels import (
     rules_windows,
     rules_writes,
 )
+from smcp_fx.channels.blocks import by_block
 from smcp_fx.channels.branches import Branches, bits
-from smcp_fx.channels.columns import following, pin_unfollowed
 from smcp_fx.channels.facts import Facts
 from smcp_fx.channels.groups import Group, form_groups
 from smcp_fx.channels.propagation import Propagation, Rule
@@ -51,7 +51,7 @@ _ROOMS = (
     rules_recurrent,
     rules_mixed,  # after those of plain convolutions
 )
-RULES: dict[str, Rule] = {name: following(rule) for room in _ROOMS for name, rule in room.RULES.items()}
+RULES: dict[str, Rule] = {name: by_block(rule) for room in _ROOMS for name, rule in room.RULES.items()}
 #: How many reshapes that take positions for channels are tried in a row without one more channel being free.
 _TRIES = 8
 
@@ -313,7 +313,6 @@ def _closed(
     while True:
         run = Propagation(asked.module, values, RULES, earlier, other, turned, asked.mixed_up, facts)
         trail = run.run()
-        pin_unfollowed(run)
         rules_mixed.pin_read_otherwise(run)
         _exclude(run, asked.exclude, asked.keep_first_layer)
         units = close(trail)

@@ -74,6 +74,7 @@ class Propagation:
         self._alone: list[tuple[int, int]] = []  # the labels of parameters that belong to no layer
         self.seen: Tensor | None = None
         self.as_tensors: set[str] = set()  # parameters that products and others read alike: codebooks
+        self.contracted: set[fx.Node] = set()  # products that sum over a block of a matrix: `channels.blocks`
         if earlier is not None:  # the same nodes get the same labels, so that the earlier ties still hold
             self.trail.ties = list(earlier[0].ties)
             self.trail.origins = dict(earlier[0].origins)
@@ -229,6 +230,16 @@ class Propagation:
         place = torch.searchsorted(first, core, right=True) - 1
         return bool(((place >= 0) & (core <= last[place.clamp(min=0)])).all())
 
+    def reads_blocks(self, node: fx.Node) -> list[fx.Node]:
+        """The tensors with a second block of channels that the node reads."""
+        return [source for source in node.all_input_nodes if source.name in self.trail.blocks]
+
+    def pin_blocks(self, node: fx.Node) -> None:
+        """Keep the second block's channels of what the node reads."""
+        for source in self.reads_blocks(node):
+            why = f"columns of a matrix of channels by channels, which {node.name!r} reads"
+            self.pin(self.trail.blocks[source.name], node.name, why)
+
     # ---- parameters -------------------------------------------------------------------------------------
 
     def parameter(self, path: str) -> str:
@@ -261,6 +272,8 @@ class Propagation:
 
     def _execute(self, node: fx.Node) -> Any:
         value = self.values[node.name]
+        if node.op == "output" or (not _has_tensors(value) and not _asks_no_size(node)):
+            self.pin_blocks(node)
         if node.op == "placeholder":
             source = self.fixed(node.name, node.meta.get(ORIGIN, f"network input {node.name!r}"))
             return self.filled(value, source)
@@ -286,7 +299,7 @@ class Propagation:
             return None
         module = self._called(node)
         call = Call(node, operation_name(node, module), tuple(args), dict(kwargs), module, value)
-        if call.name != "setitem" and not any(isinstance(v, TensorInfo) for v in leaves_of(value)):
+        if call.name != "setitem" and not _has_tensors(value):
             if call.name not in _QUESTIONS and tensor_leaves((args, kwargs)):
                 # A number computed from a tensor's values, or an object that holds tensors out of our sight.
                 returned = bool(node.users) and all(user.op == "output" for user in node.users)
@@ -354,6 +367,7 @@ class Propagation:
     def unknown(self, call: Call, why: str | None = None) -> Any:
         """Pin everything the call touches; its output always stays."""
         why = why or call.unknown
+        self.pin_blocks(call.node)
         for leaf in tensor_leaves((call.args, call.kwargs)):
             if isinstance(leaf, ParameterRef):
                 self.fix_parameter(leaf, call.node.name, why)
@@ -374,6 +388,15 @@ class Propagation:
             self.pin(self.trail.elements[parameter.name], node, why)
         else:
             self.trail.elements[parameter.name] = uniform(self.fixed(node, why), parameter.shape)
+
+
+def _has_tensors(value: Any) -> bool:
+    return any(isinstance(leaf, TensorInfo) for leaf in leaves_of(value))
+
+
+def _asks_no_size(node: fx.Node) -> bool:
+    """Does the node ask about a tensor what the number of its channels does not answer?"""
+    return node.target == "dim" or (node.target is getattr and node.args[1] in ("ndim", "dtype", "device"))
 
 
 def _single(value: ParameterRef) -> str:

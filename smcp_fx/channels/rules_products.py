@@ -15,7 +15,7 @@ from typing import Any, TypeGuard
 import torch
 from torch import Tensor, fx
 
-from smcp_fx.channels import columns, stacked_weights
+from smcp_fx.channels import stacked_weights
 from smcp_fx.channels.labels import uniform, varied_dims
 from smcp_fx.channels.propagation import Propagation, Rule, channel_labels
 from smcp_fx.channels.rules_elementwise import bring_together
@@ -164,7 +164,10 @@ def _product(
     stacked = stacked_weights.product(run, call, operands, names, out)
     if stacked is not None:
         return stacked
-    sides = _contracted(run, call, [run.of(operand) for operand in operands], names, out)
+    sides = [run.of(operand) for operand in operands]
+    if run.reads_blocks(call.node):
+        sides = _over_block(run, call, sides, names, out)
+    sides = _contracted(run, call, sides, names, out)
     shared = {name for name in names[0] if name in names[1] and name in out}
     for this, other in ((0, 1), (1, 0)):
         across = {names[this][d] for d in run.varied(sides[this])}
@@ -177,13 +180,20 @@ def _product(
     aligned = [_aligned(labels, own, out) for labels, own in zip(sides, names, strict=True)]
     free = [set(varied_dims(labels)) for labels in aligned]
     if free[0] and free[1] and not free[0] & free[1]:
-        # An outer product: labels tell rows or columns apart. They are of the operand with more to tell apart.
+        # A matrix of channels by channels, or an outer product: the operand with more channels gives the rows.
         less = int(torch.unique(aligned[0]).numel() >= torch.unique(aligned[1]).numel())
-        if not columns.note(run, call, aligned, less, shape):
+        label = 0
+        follows = (
+            run.is_alone(labels) or run.follows_input(call.node, dim)
+            for labels, (dim,) in zip(aligned, free, strict=True)
+        )
+        if len(free[0]) == len(free[1]) == 1 and len(call.node.all_input_nodes) <= 2 and not any(follows):
+            run.trail.blocks[call.node.name] = aligned[less].expand(shape)
+        else:
             why = f"spread over the channels of the other factor in {call.node.name!r}"
             run.pin(aligned[less], call.node.name, why)
-            made = run.fixed(call.node.name, f"a factor of {call.node.name!r}")
-            aligned[less] = uniform(made, aligned[less].shape)
+            label = run.fixed(call.node.name, f"a factor of {call.node.name!r}")
+        aligned[less] = uniform(label, aligned[less].shape)
     return bring_together(run, call, aligned, shape)
 
 
@@ -196,9 +206,6 @@ def _contracted(
     where this is so of one operand alone, they stay.
     """
     first = FIRST_FACTOR.get(call.name or "", 0)
-    known = columns.contract(run, call, first, sides, names, out) if run.trail.columns else None
-    if known is not None:
-        return known
     dims = [{d for d, name in enumerate(own) if name not in out} for own in names]
     sides = [run.settled(sides[this], _told(run, sides, names, dims, this)) for this in (0, 1)]
     across = [set(run.varied(labels)) for labels in sides]
@@ -227,6 +234,34 @@ def _contracted(
                 run.fixed(call.node.name, f"summed over in {call.node.name!r}"), tuple(labels.shape)
             )
     return [labels for labels in mixed if labels is not None]
+
+
+def _over_block(
+    run: Propagation, call: Call, sides: list[Tensor], names: tuple[list[str], list[str]], out: list[str]
+) -> list[Tensor]:
+    """The operands' labels after a product has summed over one side of a matrix, whose other side is left.
+
+    A square matrix has the same channels on both sides: no layer may read one of them.
+    """
+    first = FIRST_FACTOR.get(call.name or "", 0)
+    summed = [name for name in names[0] if name in names[1] and name not in out]
+    given = call.node.args[first : first + 2]
+    for this, source in enumerate(given) if len(summed) == 1 and len(given) == 2 else ():
+        second = run.trail.blocks.get(source.name) if isinstance(source, fx.Node) else None
+        blocks = [] if second is None else [sides[this], second]
+        read, met = (names[side].index(summed[0]) for side in (this, 1 - this))
+        lines = {dim: labels for labels in blocks for dim in varied_dims(labels)}
+        if len(lines) == 2 and read in lines and varied_dims(sides[1 - this]) == [met]:
+            (left,) = lines.keys() - {read}
+            if sides[this].shape[left] == sides[this].shape[read]:
+                run.tie(*(channel_labels(run, lines[dim], dim) for dim in (left, read)))
+            sides[this] = lines[read]
+            _contracted(run, call, sides, names, out)
+            run.contracted.add(call.node)
+            both = [uniform(0, tuple(labels.shape)) for labels in sides]
+            both[this] = lines[left]
+            return both
+    return sides
 
 
 def _told(

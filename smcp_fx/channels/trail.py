@@ -258,9 +258,8 @@ class Trail:
     kernels: dict[str, int] = field(default_factory=dict)
     #: Products with stacks of matrices: the names of the dimensions whose channels the weight reads and makes.
     stacks: dict[str, tuple[str, str]] = field(default_factory=dict)
-    #: Matrices of channels by channels: the dimension of the columns, and their labels.
-    columns: dict[str, tuple[int, Tensor]] = field(default_factory=dict)
-    followed: set[tuple[str, str]] = field(default_factory=set)  # (matrix, node that reads it)
+    #: Matrices of channels by channels: labels of the columns, see `channels.blocks`.
+    blocks: dict[str, Tensor] = field(default_factory=dict)
     #: Nodes computed from sizes alone -> those of their users that are, too; the others read the kept channels.
     made: dict[str, set[str]] = field(default_factory=dict)
     parts: list[str] = field(default_factory=list)  # nodes whose tensors hold a part of another's elements
