@@ -20,7 +20,7 @@ from smcp_fx.channels.rules_elementwise import bring_together
 from smcp_fx.channels.rules_layers import own_inputs, record
 from smcp_fx.channels.rules_statistics import correction, form_of
 from smcp_fx.channels.trail import Call, Mix, Mixed, ParameterRef
-from smcp_fx.channels.weight_parts import NORMS, PRODUCTS, REDUCTIONS, Parts
+from smcp_fx.channels.weight_factors import NORMS, PRODUCTS, REDUCTIONS, Parts
 from smcp_fx.channels.weight_statistics import WeightStatistics
 from smcp_fx.tracing.operations import operation_of
 
@@ -126,9 +126,9 @@ def _record_parts(run: Propagation, call: Call, found: MixedWeight, slots: dict[
     for node, parts in found.parts.items():
         run.trail.mixed[node.name] = _labelled(parts, slots)
     sources = {}
-    for node, parts in found.parameters.items():
+    for node in found.parameters:
         name = run.computed.get(node.name) or run.parameter(str(node.target))
-        _parameter(run, name, _labelled(parts, slots))
+        _parameter(run, name, _labelled(found.parts[node], slots))
         sources[name] = run.values[node.name].shape
     for node, parts in found.modules.items():
         module = run.module.get_submodule(str(node.target))
@@ -139,10 +139,10 @@ def _record_parts(run: Propagation, call: Call, found: MixedWeight, slots: dict[
                 _parameter(run, name, _labelled(dims, slots))
                 sources[name] = tuple(tensor.shape)
     _leaves(run, call, found.leaves, slots, f"mixes the kernels of {call.node.name!r}")
-    for node, source, over in found.mixes:
+    for node, operand, parts, over in found.mixes:
         operation = operation_of(run.module, node)
         made = Call(node, operation, node.args, node.kwargs, None, run.values[node.name])
-        _mixes(run, made, 0, found.parts[source], over, slots)
+        _mixes(run, made, operand, parts, over, slots)
     return sorted(sources, key=lambda name: -math.prod(sources[name]))
 
 
@@ -158,10 +158,7 @@ def _read(
     labels = run.of(value, [dim - len(value.shape)])
     if dim not in run.varied(labels):
         return
-    inputs = slots[product.name] = own_inputs(run, call, channel_labels(run, labels, dim))
-    run.trail.mixes.append(
-        Mix(product.name, operand, narrow_uniform(place(inputs, tuple(labels.shape), dim)), "zero")
-    )
+    slots[product.name] = own_inputs(run, call, channel_labels(run, labels, dim))
 
 
 def _leaves(
@@ -190,7 +187,13 @@ def _mixes(
 ) -> None:
     """Note that the operation mixes the channels that lie in the dimensions ``over`` of an operand."""
     name = call.name or ""
-    form = "instead" if name in NORMS else "zero" if name in PRODUCTS else form_of(call)
+    form = (
+        "instead"
+        if name in NORMS
+        else "zero"
+        if name in PRODUCTS or call.node.op == "call_module"
+        else form_of(call)
+    )
     options = (tuple(sorted(over)), correction(call)) if form == "spread" else ()
     found = [(d, kind) for d in over for kind in {part.kind for part in parts[d]} & slots.keys()]
     for d, kind in found:

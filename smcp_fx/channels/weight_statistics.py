@@ -14,27 +14,16 @@ from typing import Any
 
 from torch import fx
 
-from smcp_fx.channels.mixed_weights import MixedWeight, MixedWeights
-from smcp_fx.channels.weight_parts import (
+from smcp_fx.channels.mixed_weights import Followed, MixedWeight, MixedWeights
+from smcp_fx.channels.weight_factors import (
     CASTS,
-    PRODUCTS,
-    REDUCTIONS,
-    RESHAPES,
     TURNS,
     UNFIT,
+    Factors,
     Part,
     Parts,
     UnknownError,
-    adds_dims,
-    broadcast,
-    factors,
-    forward,
-    kinds,
-    merged,
-    named_dims,
     order_of,
-    plain,
-    reduced_dims,
     shape_of,
 )
 from smcp_fx.channels.weight_views import is_question, weight_and_bias
@@ -47,17 +36,13 @@ Dims = tuple[int, int]
 
 
 @dataclass
-class WeightStatistics:
+class WeightStatistics(Followed):
     """What is computed of the parameter ``weight``, by layers read along ``dims``, down to the nodes ``ends``."""
 
-    weight: str
-    dims: Dims
-    shape: tuple[int, ...]
-    parts: dict[fx.Node, Parts] = field(default_factory=dict)  # of nodes with both kinds of channels
-    leaves: dict[fx.Node, Parts] = field(default_factory=dict)  # tensors that these and the ends read
+    weight: str = field(kw_only=True)
+    dims: Dims = field(kw_only=True)
+    shape: tuple[int, ...] = field(kw_only=True)
     ends: dict[fx.Node, Parts] = field(default_factory=dict)
-    #: (end, place among its arguments, parts of what it reads there, dimensions that it mixes)
-    mixes: list[tuple[fx.Node, int, Parts, tuple[int, ...]]] = field(default_factory=list)
 
 
 def weight_statistics(
@@ -76,9 +61,8 @@ def weight_statistics(
         if any(user not in layers and not is_question(user) and user.name not in hidden for user in users):
             try:
                 shape = shape_of(reads[name][0], values)
-                statistics = _followed(
-                    module, values, hidden, layers, WeightStatistics(name, own, shape), reads[name]
-                )
+                one = WeightStatistics(weight=name, dims=own, shape=shape)
+                statistics = _followed(module, values, hidden, layers, one, reads[name])
             except UNFIT:
                 continue
             if statistics.ends:
@@ -141,84 +125,32 @@ def _followed(
     """Go forward from the reads of the weight."""
     sides = {found.dims[0]: "in", found.dims[1]: "out"}
     parts = tuple((Part(sides.get(dim, ""), size),) for dim, size in enumerate(found.shape))
-    found.parts = dict.fromkeys(reads, parts)
+    factors = Factors(module, values)
+    nodes, leaves, ends = dict.fromkeys(reads), dict[fx.Node, None](), dict[fx.Node, None]()
+    for read in reads:
+        factors.bind(read, parts)
     for node in module.graph.nodes:
-        sources = [source for source in node.all_input_nodes if source in found.parts]
+        sources = [source for source in node.all_input_nodes if source in nodes]
         if not sources or is_question(node) or node.name in hidden:
             continue
         if node in layers and sources == [weight_and_bias(node)[0]]:
-            read = found.parts[sources[0]]
+            read = factors.parts(sources[0])
             if [read[dim] for dim in layers[node]] != [parts[dim] for dim in found.dims]:
                 raise UnknownError
             continue
         if node.op not in ("call_function", "call_method") or writes_in_place(node, module):
             raise UnknownError
-        made = _made(module, node, sources, values, found)
-        if len(kinds(made)) < 2:
-            found.ends[node] = made
-        else:
-            found.parts[node] = made
-    if any(len(kinds(told)) > 1 for told in found.leaves.values()):
+        leaves.update(dict.fromkeys(one for one in factors.relate(node) if one not in nodes))
+        (ends if len(factors.kinds(node)) < 2 else nodes)[node] = None
+    for node, _, tensor, over in factors.mixes:
+        mixed = factors.kinds(tensor, over)
+        if len(mixed) > 1 or (mixed and node not in ends):  # two masks, or a mask that has no place
+            raise UnknownError
+    if any(len(factors.kinds(leaf)) > 1 for leaf in leaves):
         raise UnknownError
-    for node in reads:
-        del found.parts[node]
+    found.describe(factors, (node for node in nodes if node not in reads), leaves)
+    found.ends = {end: factors.parts(end) for end in ends}
     return found
-
-
-def _made(
-    module: fx.GraphModule,
-    node: fx.Node,
-    sources: list[fx.Node],
-    values: Mapping[str, Any],
-    found: WeightStatistics,
-) -> Parts:
-    """What the dimensions of a node are made of that reads something with both kinds of channels."""
-    name, shape = operation_of(module, node) or "", shape_of(node, values)
-    told = found.parts[sources[0]]
-    if name in PRODUCTS and len(sources) == 1:
-        return _product(name, node, sources[0], values, found)
-    if name in REDUCTIONS and sources == [node.args[0]]:
-        over = reduced_dims(node, len(told), REDUCTIONS[name])
-        if len(kinds(tuple(told[dim] for dim in over))) > 1:
-            raise UnknownError  # two masks
-        found.mixes.append((node, 0, told, over))
-        keep = len(shape) == len(told)
-        return tuple(() if dim in over else part for dim, part in enumerate(told) if keep or dim not in over)
-    moves = name in RESHAPES or name in TURNS or (name == "getitem" and adds_dims(node))
-    if not (moves or name in CASTS or has(name, Trait.ELEMENTWISE)):
-        raise UnknownError
-    made = plain(shape)
-    for source in sources:
-        made = forward(module, node, found.parts[source], made, values)
-    for other in node.all_input_nodes:
-        if other not in sources and isinstance(values.get(other.name), TensorInfo):
-            _leaf(found, other, broadcast(made, shape_of(other, values)))
-    return made
-
-
-def _leaf(found: WeightStatistics, node: fx.Node, parts: Parts) -> None:
-    found.leaves[node] = merged(found.leaves.get(node), parts)
-
-
-def _product(
-    name: str, node: fx.Node, source: fx.Node, values: Mapping[str, Any], found: WeightStatistics
-) -> Parts:
-    """A product with a tensor of one kind of channels, over which it sums."""
-    given = factors(name, node)
-    shapes = [shape_of(one, values) for one in given]
-    names, out = named_dims(name, node, shapes, len(shape_of(node, values)))
-    if source not in given or len(node.all_input_nodes) != 2:
-        raise UnknownError
-    place = given.index(source)
-    told = dict(zip(names[place], found.parts[source], strict=True))
-    sizes = dict(zip(names[1 - place], plain(shapes[1 - place]), strict=True))
-    other = tuple(told.get(one, size) if size else () for one, size in sizes.items())
-    _leaf(found, given[1 - place], other)
-    over = tuple(dim for dim, one in enumerate(sizes) if one not in out)
-    if any(kinds((told[one],)) and one not in sizes and one not in out for one in told):
-        raise UnknownError  # summed over in the weight alone
-    found.mixes.append((node, node.args.index(given[1 - place]), other, over))
-    return tuple(told.get(one, sizes.get(one, ())) for one in out)
 
 
 def followed_weights(
