@@ -28,8 +28,8 @@ from smcp_fx.channels.facts import Facts
 from smcp_fx.channels.groups import Group, form_groups
 from smcp_fx.channels.propagation import Propagation, Rule
 from smcp_fx.channels.steadiness import keep_unsteady
-from smcp_fx.channels.trail import Layer, Norm, Trail
-from smcp_fx.channels.units import EMPTY, Units, close
+from smcp_fx.channels.trail import EMPTY, INPUT, Layer, Norm, Reason, Trail
+from smcp_fx.channels.units import Units, close
 from smcp_fx.config import names
 from smcp_fx.cost_model import Width
 from smcp_fx.errors import InputError
@@ -159,7 +159,7 @@ class ChannelGraph:
         if not dense:
             return 0.0
         slots, count = torch.cat(dense), self.free_units.numel()
-        slots = slots[~self.units.why.with_text("network input", count)[slots]]
+        slots = slots[~self.units.why.of_kind(INPUT, count)[slots]]
         return float((~self.units.why.pinned(count)[slots]).double().mean()) if slots.numel() else 0.0
 
     @functools.cached_property
@@ -197,12 +197,12 @@ class ChannelGraph:
             raise InputError(f"{module_path!r} has {labels.numel()} {side}put channels; {channel} is not one")
         unit = int(self.units.of(labels)[channel])
         head = f"{side}put channel {channel} of {module_path!r}"
-        reasons = self.units.why.get(unit, [])
+        reasons = self.units.why.get(unit)
         index = int(self.group_of_unit[unit]) if unit >= 0 else -1
         lines = [f"{head} belongs to group {self.groups[index].name!r}." if index >= 0 else f"{head}:"]
         if reasons:
             lines.append("It must stay:")
-            lines += [f"  - {why} (at {node!r})" for node, why in reasons]
+            lines += [f"  - {reason.text} (at {reason.node!r})" for reason in reasons]
         else:
             lines.append("It is free. With it go:")
         for path, where, positions in self._slots_of(unit):
@@ -342,8 +342,8 @@ def _stuck(trail: Trail, units: Units) -> set[str]:
     for name, (_, sides) in trail.within.items():
         for labels in sides:
             known = torch.unique(units.of(labels))
-            reasons = units.why.get(int(known[0]), []) if known.numel() == 1 and labels.numel() > 1 else []
-            if reasons and all(why.startswith(EMPTY) for _, why in reasons):
+            reasons = units.why.get(int(known[0])) if known.numel() == 1 and labels.numel() > 1 else []
+            if reasons and all(reason.kind == EMPTY for reason in reasons):
                 found.add(name)
     return found
 
@@ -368,7 +368,9 @@ def _keep_unread(trail: Trail, units: Units) -> Units:
     if not kept.numel():
         return units
     where = next(mix.node for mix in trail.mixes if bool(torch.isin(units.of(mix.labels), kept).any()))
-    why = units.why.and_also(kept, where, f"no layer reads it, but {where!r}, which is made of all channels")
+    why = units.why.and_also(
+        kept, Reason(where, f"no layer reads it, but {where!r}, which is made of all channels")
+    )
     return Units(units.unit, why)
 
 

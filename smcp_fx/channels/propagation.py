@@ -19,11 +19,13 @@ from torch import Tensor, fx, nn
 from smcp_fx.channels.facts import Facts
 from smcp_fx.channels.labels import compact, narrow_uniform, uniform, varied_dims
 from smcp_fx.channels.trail import (
+    INPUT,
     Call,
     ConstantRef,
     MadeRef,
     ParameterRef,
     ParameterView,
+    Reason,
     Trail,
     constant_made_by,
     named_leaves,
@@ -100,14 +102,14 @@ class Propagation:
             self.trail.origins[key] = (first, count)
         return torch.arange(first, first + count)
 
-    def reason(self, node: str, why: str) -> int:
+    def reason(self, node: str, why: str, kind: str = "") -> int:
         """Register a reason and return its index."""
-        self.trail.reasons.append((node, why))
+        self.trail.reasons.append(Reason(node, why, kind))
         return len(self.trail.reasons) - 1
 
-    def fixed(self, node: str, why: str) -> int:
+    def fixed(self, node: str, why: str, kind: str = "") -> int:
         """Return a negative label: a source whose elements always stay."""
-        return -1 - self.reason(node, why)
+        return -1 - self.reason(node, why, kind)
 
     def pin(self, labels: Tensor, node: str, why: str) -> None:
         """Mark these channels as ones that must stay."""
@@ -275,7 +277,8 @@ class Propagation:
         if node.op == "output" or (not _has_tensors(value) and not _asks_no_size(node)):
             self.pin_blocks(node)
         if node.op == "placeholder":
-            source = self.fixed(node.name, node.meta.get(ORIGIN, f"network input {node.name!r}"))
+            kind = "" if ORIGIN in node.meta else INPUT
+            source = self.fixed(node.name, node.meta.get(ORIGIN, f"network input {node.name!r}"), kind)
             return self.filled(value, source)
         if name := self.computed.get(node.name):
             return ParameterRef(name, self.trail.computed[name].shape)

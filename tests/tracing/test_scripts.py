@@ -150,7 +150,7 @@ class Unreadable(nn.Module):
 def test_what_cannot_be_read_stays_and_says_so() -> None:
     compiled = torch.jit.script(Unreadable())
     prepared = smcp_fx.prepare(between(lambda s, h: s.mid(h), mid=compiled), torch.randn(IMAGE))
-    (why,) = {why for _, why in prepared.channels.units.why.texts if "compiled" in why}
+    (why,) = {why for _, why, _ in prepared.channels.units.why.texts if "compiled" in why}
     assert why.startswith("'mid' is compiled by torch.jit, and its script cannot be written as Python")
     with pytest.raises(InputError, match=r"compiled by torch\.jit, and its script cannot be written"):
         smcp_fx.prepare(torch.jit.script(nn.Sequential(conv(3, 8), Unreadable())), torch.randn(IMAGE))
