@@ -52,7 +52,7 @@ _ROOMS = (
     rules_mixed,  # after those of plain convolutions
 )
 RULES: dict[str, Rule] = {name: by_block(rule) for room in _ROOMS for name, rule in room.RULES.items()}
-#: How many reshapes that take positions for channels are tried in a row without one more channel being free.
+#: Stop after this many retries that free no further channel.
 _TRIES = 8
 
 
@@ -291,7 +291,7 @@ def _propagated(asked: _Asked, values: dict[str, Any], other: dict[str, Any] | N
         turned |= chained
         trail, units = run(turned)
     stuck = _stuck(trail, units)
-    if stuck:  # whole groups of these may go where no channel of each can
+    if stuck:  # these tie all channels into one unit; retry removing whole groups
         for norms in (set[str](), turned) if turned else (turned,):
             found = run(norms | stuck)
             if _pinned(*found) < _pinned(trail, units):

@@ -4,10 +4,10 @@
     y = conv2d(x.view(1, b * i, h, w), w, groups=b)
     y = bmm(linear(z).view(b, o, i), x)
 
-Such a weight has two dimensions of channels, as a parameter has. They are followed back, through what computes it, to
-dimensions of parameters, where several may lie in one, and to tensors that have one of them (styles), whose channels
-go with them. What the last product reads (routing, a hypernetwork's features) has channels of its own, which the
-parameter's other dimension goes with.
+Such a weight has input and output channels, as a parameter has. They are followed back to the parameters that it is
+computed from, where one dimension may hold several factors, and to tensors with one kind of channels (styles), which
+are tied to it. The input of the generator (routing, a hypernetwork's features) has channels of its own; a parameter's
+remaining dimension has the same ones.
 """
 
 from __future__ import annotations
@@ -57,11 +57,11 @@ class Reading:
 
 @dataclass
 class Followed:
-    """What computes a weight, or is computed of one, and the factors of its tensors."""
+    """The tensors that a weight is computed from, or that are computed from one, and their factors."""
 
     parts: dict[fx.Node, Parts] = field(default_factory=dict)  # of nodes with both kinds of channels
     leaves: dict[fx.Node, Parts] = field(default_factory=dict)  # of other tensors that these nodes read
-    #: What mixes channels: (node, place among its arguments, factors of the tensor there, dimensions that it mixes).
+    #: Operations that mix channels: (node, number of the argument, the argument's factors, dimensions mixed).
     mixes: list[tuple[fx.Node, int, Parts, tuple[int, ...]]] = field(default_factory=list)
 
     def describe(self, factors: Factors, nodes: Iterable[fx.Node], leaves: Iterable[fx.Node]) -> None:
@@ -73,13 +73,13 @@ class Followed:
 
 @dataclass
 class MixedWeight(Followed):
-    """The weight that the layer ``use`` reads, and what computes it."""
+    """The weight that the layer ``use`` reads, and the tensors that it is computed from."""
 
     use: fx.Node = field(kw_only=True)
     reading: Reading = field(kw_only=True)
     parameters: list[fx.Node] = field(default_factory=list)  # read as tensors
     modules: dict[fx.Node, Parts] = field(default_factory=dict)  # linears: factors of their weight
-    #: Products with what is read: (product, place among its arguments, dimension that is summed over).
+    #: Products that make a weight of a generator's input: (product, number of the argument, dimension summed).
     reads: list[tuple[fx.Node, int, int]] = field(default_factory=list)
 
 
@@ -102,21 +102,21 @@ class MixedWeights:
         self.turned = turned
         self.order = {node: place for place, node in enumerate(module.graph.nodes)}
 
-    def found(self, known: Collection[str]) -> dict[fx.Node, MixedWeight]:
-        """All of them, but for layers that read one of the nodes ``known``, or a parameter."""
-        found: dict[fx.Node, MixedWeight] = {}
+    def by_layer(self, excluded: Collection[str]) -> dict[fx.Node, MixedWeight]:
+        """All of them, but for layers that read a parameter, or one of the ``excluded`` nodes, as their weight."""
+        weights: dict[fx.Node, MixedWeight] = {}
         for use in (node for node in self.order if node.name not in self.turned):
             for reading in self._readings(use):
                 result = reading.result
-                if result.name in known or result.op in ("get_attr", "placeholder") or use in found:
+                if result.name in excluded or result.op in ("get_attr", "placeholder") or use in weights:
                     continue
-                for told in (True, False):  # if following the generator's input fails, retry without it
+                for with_input in (True, False):  # if following the generator's input fails, retry without it
                     try:
-                        found[use] = _Walk(self, use, reading, told).followed()
+                        weights[use] = _Walk(self, use, reading, with_input).followed()
                         break
                     except UNFIT:
                         continue
-        return found
+        return weights
 
     # ---- layers -----------------------------------------------------------------------------------------
 
@@ -169,19 +169,19 @@ class MixedWeights:
 
 
 class _Walk:
-    """The way back from the weight that a layer reads; ``told``: follow the channels that the last products read."""
+    """The way back from the weight that a layer reads; ``with_input``: follow the channels of a generator's input."""
 
-    def __init__(self, among: MixedWeights, use: fx.Node, reading: Reading, told: bool) -> None:
-        self.among, self.told = among, told
+    def __init__(self, among: MixedWeights, use: fx.Node, reading: Reading, with_input: bool) -> None:
+        self.among, self.with_input = among, with_input
         self.factors = Factors(among.module, among.values)
         self.factors.bind(reading.result, reading.parts)
-        self.found = MixedWeight(use=use, reading=reading)
+        self.weight = MixedWeight(use=use, reading=reading)
         self.linears: dict[fx.Node, int] = {}  # the dimension of the weight's rows
 
     def followed(self) -> MixedWeight:
         """Go back as far as tensors have both kinds of channels, the last nodes first; `UnknownError` if it fails."""
-        among, factors, found = self.among, self.factors, self.found
-        result = found.reading.result
+        among, factors, weight = self.among, self.factors, self.weight
+        result = weight.reading.result
         todo, nodes, leaves, through = {result}, set[fx.Node](), set[fx.Node](), {result}
         while todo:
             node = max(todo, key=among.order.__getitem__)
@@ -189,11 +189,8 @@ class _Walk:
             if len(factors.kinds(node)) < 2 and node not in through:
                 leaves.add(node)
                 continue
-            others = {user for user in node.users if not is_question(user)} - {
-                *nodes,
-                found.use,
-                *among.apart,
-            }
+            others = {user for user in node.users if not is_question(user)} - nodes
+            others -= {weight.use, *among.apart}
             if others:  # the norm that a weight is divided by is computed from that weight
                 crossed = {leaf for leaf in leaves if not others.isdisjoint(ancestors(leaf))}
                 if not crossed:
@@ -204,19 +201,19 @@ class _Walk:
                 continue
             nodes.add(node)
             if node.op == "get_attr" or node.name in among.computed:
-                found.parameters.append(node)
+                weight.parameters.append(node)
             else:
                 todo.update({*self._relate(node)} - nodes - leaves)
-        found.describe(factors, nodes, leaves)
+        weight.describe(factors, nodes, leaves)
         for node, dim in self.linears.items():
-            found.modules[node] = factors.parts(node)[dim], factors.parts(node.args[0])[dim]  # type: ignore[arg-type]
+            weight.modules[node] = factors.parts(node)[dim], factors.parts(node.args[0])[dim]  # type: ignore[arg-type]
         for node, _, tensor, over in factors.mixes:
             summed = operation_of(among.module, node) in PRODUCTS
             if len(factors.kinds(tensor, over) - {node.name}) > (not summed):
                 raise UnknownError
-        if not (found.parameters or found.modules):
+        if not (weight.parameters or weight.modules):
             raise UnknownError
-        return found
+        return weight
 
     def _relate(self, node: fx.Node) -> list[fx.Node]:
         """Note which factors a node's result shares with the tensors that it reads; returns these."""
@@ -225,9 +222,9 @@ class _Walk:
         if is_module or operation_of(self.among.module, node) in PRODUCTS:
             _, at, tensor, over = self.factors.mixes[-1]
             line = self.factors.of(tensor)[over[0]] if len(over) == 1 else []
-            if self.told and line and not self.factors.kinds(tensor):
+            if self.with_input and line and not self.factors.kinds(tensor):
                 unify(line, [Factor(shape_of(tensor, self.among.values)[over[0]], node.name)])
-                self.found.reads.append((node, at, over[0]))
+                self.weight.reads.append((node, at, over[0]))
         return sources
 
     def _of_module(self, node: fx.Node) -> fx.Node:

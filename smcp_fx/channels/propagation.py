@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from smcp_fx.channels.facts import Facts
-from smcp_fx.channels.labels import compact, narrow_uniform, uniform, varied_dims
+from smcp_fx.channels.labels import at_first, compact, narrow_uniform, uniform, varied_dims
 from smcp_fx.channels.trail import (
     INPUT,
     Call,
@@ -75,7 +75,7 @@ class Propagation:
         self._asked: Counter[str] = Counter()
         self._alone: list[tuple[int, int]] = []  # the labels of parameters that belong to no layer
         self.seen: Tensor | None = None
-        self.as_tensors: set[str] = set()  # parameters that products and others read alike: codebooks
+        self.as_tensors: set[str] = set()  # parameters read as weights and also element by element: codebooks
         self.contracted: set[fx.Node] = set()  # products that sum over a block of a matrix: `channels.blocks`
         if earlier is not None:  # the same nodes get the same labels, so that the earlier ties still hold
             self.trail.ties = list(earlier[0].ties)
@@ -411,7 +411,4 @@ def channel_labels(run: Propagation, labels: Tensor, dim: int) -> Tensor:
     for other in run.varied(labels):
         if other != dim:
             labels = run.tie_along(labels, other)
-    for other in range(labels.dim()):
-        if other != dim:
-            labels = labels.narrow(other, 0, 1)
-    return labels.reshape(-1)
+    return at_first(labels, [dim]).reshape(-1)

@@ -10,6 +10,7 @@ layer.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any, TypeGuard
 
 import torch
@@ -22,9 +23,8 @@ from smcp_fx.channels.rules_elementwise import bring_together
 from smcp_fx.channels.rules_layers import dense
 from smcp_fx.channels.rules_statistics import mix, mix_settled, mixes
 from smcp_fx.channels.trail import Call, ConstantRef, ParameterRef
-from smcp_fx.channels.weight_views import FIRST_FACTOR
+from smcp_fx.channels.weight_views import FIRST_FACTOR, named_dims
 
-_LETTERS = "abcdefghijklmnopqrstuvwxyz"
 #: Whether an index of a weight is one of the other operand, and of the result: what is summed over, what is made.
 _READ_AND_MADE = ((True, False), (False, True))
 
@@ -40,23 +40,12 @@ def matmul(run: Propagation, call: Call) -> Any:
     elif _is_weight(left, run) and isinstance(right, Tensor) and right.dim() >= max(2, len(left.shape)):
         made = dense(run, call, right, left, None, dims=(-1, -2), axes=(-2, -2))
     else:
-        made = _of_matrices(run, call, left, right)
+        names, out = named_dims("matmul", None, (len(left.shape), len(right.shape)), len(call.shape))
+        made = _product(run, call, (left, right), names, out, call.shape)
     if not first or call.shape != tuple(made.shape):
         return made
     told = [dim - made.dim() for dim in varied_dims(made)]
     return bring_together(run, call, [run.of(call.args[0], told), made], call.shape)
-
-
-def _of_matrices(run: Propagation, call: Call, left: Any, right: Any) -> Any:
-    sides = [len(side.shape) for side in (left, right)]
-    names = ["k"] if sides[0] == 1 else [*_LETTERS[26 - sides[0] : 24], "y", "k"]
-    others = ["k"] if sides[1] == 1 else [*_LETTERS[26 - sides[1] : 24], "k", "z"]
-    rank = len(call.shape)
-    batch = max(sides) - 2 if min(sides) > 1 or max(sides) > 2 else 0
-    out = [*_LETTERS[24 - batch : 24]] + ["y"] * (sides[0] > 1) + ["z"] * (sides[1] > 1)
-    if len(out) != rank:
-        return run.unknown(call)
-    return _product(run, call, (left, right), (names, others), out, call.shape)
 
 
 def tensordot(run: Propagation, call: Call) -> Any:
@@ -65,12 +54,12 @@ def tensordot(run: Propagation, call: Call) -> Any:
     dims = call.argument(2, "dims", 2)
     if isinstance(dims, int):
         dims = (range(len(left.shape) - dims, len(left.shape)), range(dims))
-    names, others = list(_LETTERS[: len(left.shape)]), list(_LETTERS[13 : 13 + len(right.shape)])
+    names, others = [f"x{d}" for d in range(len(left.shape))], [f"y{d}" for d in range(len(right.shape))]
     for one, other in zip(*dims, strict=True):
         others[other] = names[one]
     summed = {names[one] for one in dims[0]}
     out = [name for name in names + others if name not in summed]
-    return _two_operands(run, call, (left, right), ("".join(names), "".join(others)), "".join(out))
+    return _two_operands(run, call, (left, right), [names, others], out)
 
 
 def einsum(run: Propagation, call: Call) -> Any:
@@ -78,21 +67,17 @@ def einsum(run: Propagation, call: Call) -> Any:
     equation, *operands = call.args
     if len(operands) == 1 and isinstance(operands[0], (list, tuple)):
         operands = list(operands[0])
-    if not isinstance(equation, str) or "->" not in equation or len(operands) != 2:
+    try:
+        names, out = named_dims(
+            "einsum", equation, [len(operand.shape) for operand in operands], len(call.shape)
+        )
+    except ValueError:
         return run.unknown(call, "an einsum of this form has no channel rule")
-    inputs, out = equation.replace(" ", "").split("->")
-    left, right = (
-        _spelled_out(names, len(operand.shape))
-        for names, operand in zip(inputs.split(","), operands, strict=True)
-    )
-    out = _spelled_out(out, len(call.shape))
-    if any(len(set(names)) != len(names) for names in (left, right, out)):
-        return run.unknown(call, "an einsum that takes a diagonal has no channel rule")
-    return _two_operands(run, call, (operands[0], operands[1]), (left, right), out)
+    return _two_operands(run, call, (operands[0], operands[1]), names, out)
 
 
 def _two_operands(
-    run: Propagation, call: Call, operands: tuple[Any, Any], inputs: tuple[str, str], out: str
+    run: Propagation, call: Call, operands: tuple[Any, Any], inputs: list[list[str]], out: list[str]
 ) -> Any:
     """An einsum of two operands: a linear layer where one of them is a matrix of parameters."""
     left, right = inputs
@@ -108,13 +93,7 @@ def _two_operands(
             if read and made and kept == [n for n in out if n != made]:
                 dims, axes = (names.index(read), names.index(made)), (others.index(read), out.index(made))
                 return dense(run, call, tensor, weight, None, dims=dims, axes=axes)
-    return _product(run, call, operands, (list(left), list(right)), list(out), call.shape)
-
-
-def _spelled_out(names: str, rank: int) -> str:
-    """Letters for the dimensions that an ellipsis stands for, the last of which meet."""
-    left = rank - len(names.replace("...", ""))
-    return names.replace("...", "ABCDEFGHIJ"[10 - left :] if left else "")
+    return _product(run, call, operands, inputs, out, call.shape)
 
 
 def _is_weight(value: Any, run: Propagation) -> TypeGuard[ParameterRef]:
@@ -138,7 +117,7 @@ def attention(run: Propagation, call: Call) -> Any:
     q, k, v = run.of(query), run.of(key), run.of(value)
     if call.kwargs.get("enable_gqa"):  # each head of keys and values serves several of the queries
         k, v = (t.repeat_interleave(q.shape[-3] // t.shape[-3], -3) for t in (k, v))
-    lead = list(_LETTERS[: q.dim() - 2])
+    lead = [f"b{d}" for d in range(q.dim() - 2)]
     shape = (*q.shape[:-1], k.shape[-2])
     scores = _product(run, call, (q, k), ([*lead, "n", "d"], [*lead, "m", "d"]), [*lead, "n", "m"], shape)
     if isinstance(mask, (Tensor, ParameterRef)):
@@ -156,7 +135,7 @@ def _product(
     run: Propagation,
     call: Call,
     operands: tuple[Any, Any],
-    names: tuple[list[str], list[str]],
+    names: Sequence[list[str]],
     out: list[str],
     shape: tuple[int, ...],
 ) -> Tensor:
@@ -198,7 +177,7 @@ def _product(
 
 
 def _contracted(
-    run: Propagation, call: Call, sides: list[Tensor], names: tuple[list[str], list[str]], out: list[str]
+    run: Propagation, call: Call, sides: list[Tensor], names: Sequence[list[str]], out: list[str]
 ) -> list[Tensor]:
     """The labels made uniform along the contracted dimensions.
 
@@ -216,7 +195,7 @@ def _contracted(
             and across[other] & dims[other]
             and not run.is_alone(sides[this])
         ):
-            # Heads that the one operand cannot tell apart, as a layer of each head has read it: nor can the other.
+            # If one operand has no separate heads, tie the other's heads.
             for d in across[other] - dims[other]:
                 if names[other][d] in names[this]:
                     sides[other] = run.tie_along(sides[other], d)
@@ -237,7 +216,7 @@ def _contracted(
 
 
 def _over_block(
-    run: Propagation, call: Call, sides: list[Tensor], names: tuple[list[str], list[str]], out: list[str]
+    run: Propagation, call: Call, sides: list[Tensor], names: Sequence[list[str]], out: list[str]
 ) -> list[Tensor]:
     """The operands' labels after a product has summed over one side of a matrix, whose other side is left.
 
@@ -265,7 +244,7 @@ def _over_block(
 
 
 def _told(
-    run: Propagation, sides: list[Tensor], names: tuple[list[str], list[str]], dims: list[set[int]], this: int
+    run: Propagation, sides: list[Tensor], names: Sequence[list[str]], dims: list[set[int]], this: int
 ) -> set[int]:
     """The dimensions of an operand, from the last, in which the other one says that there are channels."""
     labels, other = sides[this], sides[1 - this]

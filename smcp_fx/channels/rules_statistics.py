@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
 from smcp_fx.channels import rules_layers
-from smcp_fx.channels.labels import compact, narrow_uniform, place, uniform, varied_dims
+from smcp_fx.channels.labels import at_first, compact, narrow_uniform, place, uniform, varied_dims
 from smcp_fx.channels.propagation import Propagation, Rule, channel_labels
 from smcp_fx.channels.rules_elementwise import bring_together, elementwise, like
 from smcp_fx.channels.rules_layers import (
@@ -320,7 +320,7 @@ def layer_norm(run: Propagation, call: Call) -> Any:
             elif isinstance(weight, Tensor):
                 run.pin(weight, call.node.name, "weight of a layer norm")
         return tied
-    axis = max(dims, key=lambda dim: torch.unique(_line(labels, dim)).numel())
+    axis = max(dims, key=lambda dim: torch.unique(at_first(labels, [dim])).numel())
     channels = channel_labels(run, labels, axis)
     for weight in (_shape_of(run, call, shape), *affine_of(run, call, names)):
         go_with(run, weight, channels, axis - first, shape)
@@ -373,13 +373,6 @@ def batch_norm(run: Propagation, call: Call) -> Any:
 def _shape_of(run: Propagation, call: Call, shape: tuple[int, ...]) -> ParameterRef | None:
     """What a module says of its shape, which all its calls share, as if it were a weight."""
     return None if call.module is None else ParameterRef(f"{call.node.target}.normalized_shape", shape)
-
-
-def _line(labels: Tensor, dim: int) -> Tensor:
-    for other in range(labels.dim()):
-        if other != dim:
-            labels = labels.narrow(other, 0, 1)
-    return labels
 
 
 RULES: dict[str, Rule] = {

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from smcp_fx.channels.labels import compact, narrow_uniform, varied_dims
+from smcp_fx.channels.labels import at_first, compact, narrow_uniform, varied_dims
 from smcp_fx.channels.trail import EMPTY, Reason, Spread, Trail
 from smcp_fx.tracing.trees import leaves_of
 
@@ -89,11 +89,7 @@ class Units:
 
     def narrowed(self, labels: Tensor) -> Tensor:
         """The labels with each dimension along which their units are the same at size 1."""
-        varied = varied_dims(self.of(labels))
-        for dim in range(labels.dim()):
-            if dim not in varied:
-                labels = labels.narrow(dim, 0, 1)
-        return labels
+        return at_first(labels, varied_dims(self.of(labels)))
 
 
 def close(trail: Trail) -> Units:
@@ -169,7 +165,11 @@ def _rectangular(
         return []
     core = narrow_uniform(labels)
     told = _met_along(core, known, units) if alone else []
-    kept = told[0] if len(told) == 1 else max(varied, key=lambda dim: torch.unique(_line(known, dim)).numel())
+    kept = (
+        told[0]
+        if len(told) == 1
+        else max(varied, key=lambda dim: torch.unique(at_first(known, [dim])).numel())
+    )
     ties = []
     for dim in varied:
         if dim != kept:
@@ -215,13 +215,6 @@ def _bind(left: Tensor, right: Tensor, units: Units, pins: list[tuple[Tensor, in
     a, b = a[both], b[both]
     apart = units.unit[a] != units.unit[b]
     return [torch.stack([a[apart], b[apart]])] if bool(apart.any()) else []
-
-
-def _line(known: Tensor, dim: int) -> Tensor:
-    for other in range(known.dim()):
-        if other != dim:
-            known = known.narrow(other, 0, 1)
-    return known
 
 
 def _whole(trail: Trail) -> list[tuple[str, Tensor]]:

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import fx
 
+from smcp_fx.channels.weight_views import FIRST_FACTOR, named_dims
 from smcp_fx.tracing.operations import operation_of
 from smcp_fx.tracing.traits import Trait, has
 from smcp_fx.tracing.values import TensorInfo
@@ -25,7 +26,7 @@ RESHAPES = {"view", "reshape", "flatten", "unflatten", "squeeze", "unsqueeze", *
 TURNS = {"permute", "transpose", "movedim", "t"}
 CASTS = {"to", "float", "type", "typeas"}
 #: Products of two tensors, and how many arguments stand before the first operand.
-PRODUCTS = {"matmul": 0, "mm": 0, "bmm": 0, "linear": 0, "einsum": 1, "addmm": 1, "baddbmm": 1}
+PRODUCTS = {"linear": 0, **{name: first for name, first in FIRST_FACTOR.items() if name != "tensordot"}}
 #: Reductions, and normalisations: the place of their dimensions among the arguments.
 REDUCTIONS = {"sum": 1, "mean": 1, "norm": 2, "vectornorm": 2, "amax": 1, "amin": 1, "var": 1, "std": 1}
 NORMS = {"softmax": 1, "normalize": 2}
@@ -204,7 +205,8 @@ class Product:
         if len(self.operands) != 2 or self.operands[0] is self.operands[1]:
             raise UnknownError
         self.shapes = [shape_of(operand, values) for operand in self.operands]
-        self.names, self.out = _named(name, node, self.shapes, len(shape_of(node, values)))
+        ranks = [len(shape) for shape in self.shapes]
+        self.names, self.out = named_dims(name, node.args[0], ranks, len(shape_of(node, values)))
         bias = node.args[0] if name in ("addmm", "baddbmm") else None
         if name == "linear":
             bias = node.args[2] if len(node.args) > 2 else node.kwargs.get("bias")
@@ -236,24 +238,3 @@ def _adds_dims(node: fx.Node) -> bool:
     index: Any = node.args[1]
     entries = index if isinstance(index, tuple) else (index,)
     return all(entry is None or entry is Ellipsis or entry == slice(None) for entry in entries)
-
-
-def _named(
-    name: str, node: fx.Node, shapes: list[tuple[int, ...]], rank: int
-) -> tuple[list[list[str]], list[str]]:
-    """Names for the dimensions of a product's operands, of the shapes, and for those of its result."""
-    if name == "einsum":
-        inputs, _, out = str(node.args[0]).replace(" ", "").partition("->")
-        names = [list(one) for one in inputs.split(",")]
-        if "." in str(node.args[0]) or any(len(set(one)) != len(one) for one in (*names, out)):
-            raise UnknownError
-        return names, list(out)
-    rows = [] if len(shapes[0]) == 1 else ["n"]  # a vector has none
-    columns = [] if len(shapes[1]) == 1 else ["m"]
-    batch = [f"b{d}" for d in range(rank - len(rows) - len(columns))]
-    if name == "linear":
-        names = [[*batch, *rows, "k"], ["m", "k"]]
-    else:
-        names = [[*batch, *rows, "k"], [*batch, "k", *columns]]
-    names = [one[len(one) - len(shape) :] for one, shape in zip(names, shapes, strict=True)]
-    return names, [*batch, *rows, *columns]

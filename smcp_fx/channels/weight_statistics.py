@@ -169,12 +169,12 @@ def followed_weights(
     """
     statistics = weight_statistics(module, values, {*hidden, *views}, known)
     apart = {node for one in statistics for node in (*one.parts, *one.ends)}
-    mixed = MixedWeights(module, values, computed, apart, turned).found((*computed, *views))
+    mixed = MixedWeights(module, values, computed, apart, turned).by_layer((*computed, *views))
     lost = [one for one in statistics if not _agree(one, mixed)]
     if lost:
         statistics = [one for one in statistics if one not in lost]
         apart = {node for one in statistics for node in (*one.parts, *one.ends)}
-        mixed = MixedWeights(module, values, computed, apart, turned).found((*computed, *views))
+        mixed = MixedWeights(module, values, computed, apart, turned).by_layer((*computed, *views))
     hidden.update(node.name for one in statistics for node in one.parts)
     hidden.update(node.name for weight in mixed.values() for node in weight.parts)
     return {end: one for one in statistics for end in one.ends}, mixed
