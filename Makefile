@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 .PHONY: compile test test-gpu check audit docs install clean
 
 compile: $(VENV)/installed  ## the main job: ResNet-18 on the digits, 40% of its latency at batch 32, in steps of 16 channels; ARGS="--help" for more
-	$(BIN)/python tools/compile.py --model torchvision:resnet18 --data digits --batch 32 --multiple 16 --epochs 3 $(ARGS)
+	$(BIN)/smcp-compile --model torchvision:resnet18 --data digits --batch 32 --multiple 16 --epochs 3 $(ARGS)
 
 test: $(VENV)/installed  ## the whole test suite
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist loadgroup $(ARGS)

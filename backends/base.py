@@ -153,11 +153,13 @@ class Engine(ABC):
 class Backend(ABC):
     """Compiles networks and measures blocks on one device with fixed settings.
 
-    ``calibrated``: what it compiles needs calibration data (`calibrate`).
+    ``calibrated``: what it compiles needs calibration data (`calibrate`). ``writer``: of ONNX files like another
+    (`smcp_fx.backends.onnx.importing.writing.Writer`); None: as `export_onnx` writes them.
     """
 
     name: ClassVar[str]
     calibrated: bool = False
+    writer: Any = None
 
     @abstractmethod
     def fingerprint(self) -> Fingerprint:

@@ -16,7 +16,7 @@ from smcp_fx.channels.branches import CONSTANT, NUMBER, Flow, Walk
 from smcp_fx.channels.execution import perform
 from smcp_fx.channels.labels import compact, narrow_uniform
 from smcp_fx.channels.trail import ConstantRef, Layer
-from smcp_fx.tracing.memory import written_buffers
+from smcp_fx.tracing.aliases import written_buffers
 from smcp_fx.tracing.operations import operation_name
 from smcp_fx.tracing.traits import Trait, has
 from smcp_fx.tracing.values import held

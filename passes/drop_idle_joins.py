@@ -10,12 +10,13 @@ from __future__ import annotations
 
 from typing import Any
 
-from torch import fx, nn
+from torch import fx
 
+from smcp_fx.masking.masks import META, Constant
 from smcp_fx.passes.base import GraphPass, PassResult
 from smcp_fx.passes.remove_branches import delete, joined_tensors
-from smcp_fx.tracing.masking import META, Constant
-from smcp_fx.tracing.operations import operation_name, writes_in_place
+from smcp_fx.tracing.aliases import sources
+from smcp_fx.tracing.operations import operation_name, operation_of, writes_in_place
 from smcp_fx.tracing.traits import Trait, has
 
 #: Operations that give a tensor of its own, which their gradients do not read.
@@ -32,7 +33,7 @@ class DropIdleJoins(GraphPass):
             zeros, other = _operands(module, node)
             if other is None:
                 continue
-            own = len(other.users) == 1 and operation_name(other, _called(module, other)) in _OWN
+            own = len(other.users) == 1 and operation_of(module, other) in _OWN
             if not own and any(_may_write(module, user) for user in node.users):
                 continue
             node.replace_all_uses_with(other)
@@ -64,14 +65,6 @@ def _is_zero(module: fx.GraphModule, node: Any) -> bool:
     return made and not bool(module.get_parameter(str(node.target)).any())
 
 
-def _called(module: fx.GraphModule, node: fx.Node) -> nn.Module | None:
-    return module.get_submodule(str(node.target)) if node.op == "call_module" else None
-
-
 def _may_write(module: fx.GraphModule, node: fx.Node) -> bool:
-    name = operation_name(node, _called(module, node))
-    return (
-        writes_in_place(node, module)
-        or name == "getattr"
-        or has(name, Trait.MOVES | Trait.JOINS | Trait.PADS)
-    )
+    joins = has(operation_of(module, node), Trait.JOINS | Trait.PADS)
+    return writes_in_place(node, module) or bool(sources(node, module)) or joins

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from smcp_fx.masking.masks import scale_gamma, scale_gamma_direct
 from smcp_fx.passes.weight_products import FoldProducts
-from smcp_fx.tracing.masking import scale_gamma, scale_gamma_direct
 
 
 class FoldBatchNormScalers(FoldProducts):

@@ -13,15 +13,18 @@ import torch
 from torch import fx, nn
 
 from smcp_fx.channels.computed_weights import ComputedWeight, computed_weights
+from smcp_fx.masking.masks import EVERY_MASK, SCALES
 from smcp_fx.passes.base import GraphPass, PassResult
 from smcp_fx.tracing.constant_values import ancestors, computed_value
-from smcp_fx.tracing.masking import EVERY_MASK, SCALES
 from smcp_fx.tracing.own_weights import settle
 from smcp_fx.tracing.values import held, is_continuous
 
 
 class FoldComputedWeights(GraphPass):
-    """Stores each computed weight where the channel graph has named it."""
+    """Stores each computed weight where the channel graph has named it; those of ``cosines`` only if asked."""
+
+    def __init__(self, cosines: bool = False) -> None:
+        self.cosines = cosines
 
     def apply(self, module: fx.GraphModule) -> PassResult:
         """Fold, and drop what nothing reads any more."""
@@ -36,7 +39,7 @@ class FoldComputedWeights(GraphPass):
             values[node] = value
             return tuple(value.shape)
 
-        every = computed_weights(module, shape_of, (*EVERY_MASK, *SCALES.values()))
+        every = computed_weights(module, shape_of, (*EVERY_MASK, *SCALES.values()), cosines=self.cosines)
         learning = {
             found.name: any(held(module, name).requires_grad for name in found.sources) for found in every
         }

@@ -8,9 +8,9 @@ from __future__ import annotations
 from torch import fx
 
 from smcp_fx.errors import PassError
+from smcp_fx.masking.kept_statistics import BEFORE, as_it_was
+from smcp_fx.masking.masks import META, mark_of
 from smcp_fx.passes.base import GraphPass, PassResult
-from smcp_fx.tracing.kept_statistics import BEFORE, as_it_was
-from smcp_fx.tracing.masking import META, mark_of
 
 
 class FoldKeptStatistics(GraphPass):

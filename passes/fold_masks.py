@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from smcp_fx.masking.masks import EVERY_MASK
 from smcp_fx.passes.weight_products import FoldProducts
-from smcp_fx.tracing.masking import EVERY_MASK
 
 
 class FoldMasks(FoldProducts):

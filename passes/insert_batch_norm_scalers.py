@@ -17,10 +17,10 @@ from torch import Tensor, fx
 from smcp_fx.channels import ChannelGraph
 from smcp_fx.channels.trail import Layer, Norm
 from smcp_fx.config import GammaGradient
+from smcp_fx.masking.masks import SCALES
 from smcp_fx.passes.base import GraphPass, PassResult
 from smcp_fx.passes.other_mode import OtherMode
 from smcp_fx.passes.weight_products import insert_product, require_buffer
-from smcp_fx.tracing.masking import SCALES
 
 
 def scale_name(norm: Norm) -> str:

@@ -14,12 +14,12 @@ from torch import fx
 
 from smcp_fx.channels import ChannelGraph
 from smcp_fx.channels.trail import Mix
+from smcp_fx.masking.kept_statistics import BEFORE, IN_PLACE_OF, as_it_was, module_over_kept
+from smcp_fx.masking.masks import META, STATE, Mark, mark_of
 from smcp_fx.passes.base import GraphPass, PassResult
 from smcp_fx.passes.weight_products import require_buffer
-from smcp_fx.tracing.kept_statistics import BEFORE, IN_PLACE_OF, as_it_was, module_over_kept
-from smcp_fx.tracing.masking import META, STATE, Mark, mark_of
-from smcp_fx.tracing.operations import may_be_operand, operation_name, operation_of, writes_in_place
-from smcp_fx.tracing.traits import Trait, has
+from smcp_fx.tracing.aliases import origins
+from smcp_fx.tracing.operations import operation_name, writes_in_place
 
 
 def kept_name(mix: Mix) -> str:
@@ -86,21 +86,12 @@ def _is_before(operand: object) -> bool:
 
 def _is_overwritten(module: fx.GraphModule, reader: fx.Node, operand: object) -> bool:
     """Does a later operation write into the operand's memory, which the gradient of a mask needs as it was?"""
-    memory, later = _memory(module, operand), False
+    memory, later = origins(operand, module), False
     for node in module.graph.nodes:
-        if later and writes_in_place(node, module) and _memory(module, node.args[0]) is memory:
+        if later and writes_in_place(node, module) and not memory.isdisjoint(origins(node.args[0], module)):
             return True
         later |= node is reader
     return False
-
-
-def _memory(module: fx.GraphModule, node: object) -> object:
-    """The first of the tensors that a view, or what an operation in place returns, may share memory with."""
-    while isinstance(node, fx.Node) and node.args and isinstance(node.args[0], fx.Node):
-        if not (has(operation_of(module, node), Trait.MOVES) or may_be_operand(node, module)):
-            break
-        node = node.args[0]
-    return node
 
 
 def _put_before(graph: fx.Graph, node: fx.Node, mask: fx.Node, mix: Mix, operand: int) -> None:

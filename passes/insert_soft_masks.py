@@ -17,10 +17,10 @@ from torch import fx
 from smcp_fx.channels import ChannelGraph
 from smcp_fx.channels.trail import Layer
 from smcp_fx.config import MaskMode
+from smcp_fx.masking.masks import COMPUTED_MASKS, MASKS
 from smcp_fx.passes.base import GraphPass, PassResult
 from smcp_fx.passes.other_mode import OtherMode
 from smcp_fx.passes.weight_products import insert_product, require_buffer
-from smcp_fx.tracing.masking import COMPUTED_MASKS, MASKS
 
 
 def mask_name(layer: Layer) -> str:

@@ -12,7 +12,7 @@ from collections.abc import Callable
 
 from torch import Tensor, fx
 
-from smcp_fx.tracing.masking import EVERY_MASK, SCALES, STATE, mark_of
+from smcp_fx.masking.masks import EVERY_MASK, SCALES, STATE, mark_of
 from smcp_fx.tracing.modes import Condition, conditions, is_by_mode
 from smcp_fx.tracing.values import canonical_names
 

@@ -61,4 +61,4 @@ def convert_pipeline(channels: ChannelGraph, keep: Tensor) -> list[GraphPass]:
 def fold_pipeline() -> list[GraphPass]:
     """Return the passes from a masked model to one of plain layers that computes the same with every channel."""
     # What mixes channels goes on seeing the kept ones only.
-    return [FoldComputedWeights(), FoldMasks(), FoldBatchNormScalers(), RestoreRecurrentLayers()]
+    return [FoldComputedWeights(cosines=True), FoldMasks(), FoldBatchNormScalers(), RestoreRecurrentLayers()]

@@ -19,12 +19,12 @@ from torch import Tensor, fx, nn
 from smcp_fx.channels import ChannelGraph
 from smcp_fx.channels.branches import CONSTANT, EMPTY, LIVE, Flow, Walk, bits, writes_shared
 from smcp_fx.errors import PassError
+from smcp_fx.masking.masks import META, Constant, mark_of
 from smcp_fx.passes.base import GraphPass, PassResult
 from smcp_fx.passes.constants import Constants, NoValueError
 from smcp_fx.passes.movement_rewrites import SPLITS
+from smcp_fx.tracing.aliases import memory_of_model
 from smcp_fx.tracing.constant_values import ancestors
-from smcp_fx.tracing.masking import META, Constant, mark_of
-from smcp_fx.tracing.memory import memory_of_model
 from smcp_fx.tracing.operations import operation_name, writes_in_place
 from smcp_fx.tracing.traits import Trait, has
 

@@ -18,12 +18,12 @@ from smcp_fx.channels import ChannelGraph
 from smcp_fx.channels.labels import varied_dims
 from smcp_fx.channels.weight_views import is_layer
 from smcp_fx.errors import PassError
+from smcp_fx.masking.masks import META, Constant, Masked, mark_of
 from smcp_fx.passes.base import GraphPass, PassResult
 from smcp_fx.passes.rewrite_constants import rewrite_graph
 from smcp_fx.passes.size_rewrites import set_argument
 from smcp_fx.passes.sliced_labels import Sliced, size_of
 from smcp_fx.passes.weight_products import kept_factor
-from smcp_fx.tracing.masking import META, Constant, Masked, mark_of
 from smcp_fx.tracing.values import canonical_names, held
 
 

@@ -18,9 +18,10 @@ from torch import Tensor, fx, nn
 
 from smcp_fx.channels.weight_views import factors, weight_of, weight_view
 from smcp_fx.errors import PassError
+from smcp_fx.masking.masks import META, STATE, Mark, Masked, mark_of
 from smcp_fx.passes.base import GraphPass, PassResult
 from smcp_fx.tracing.constant_values import ancestors
-from smcp_fx.tracing.masking import META, STATE, Mark, Masked, forward_with_weight, mark_of
+from smcp_fx.tracing.own_weights import forward_with_weight
 from smcp_fx.tracing.values import held
 
 

@@ -11,22 +11,28 @@ from __future__ import annotations
 
 import importlib
 import importlib.metadata
+import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor, fx, nn
 
-from smcp_fx.allocation import Allocation, allocate
 from smcp_fx.backends import get_backend, import_runtime
-from smcp_fx.calibration import RepairReport, compress, gather_halfway, gather_importance, recalibrate, repair
+from smcp_fx.calibration import compress, gather_importance, recalibrate, repair
 from smcp_fx.carried_optimizers import carry_optimizer
-from smcp_fx.channels import ChannelGraph
 from smcp_fx.checkpoint import load_checkpoint, save_checkpoint
 from smcp_fx.config import PruningConfig
-from smcp_fx.cost_model import NetworkCost
-from smcp_fx.errors import SmcpError, TableError
-from smcp_fx.knapsack import KnapsackSolution, solve_knapsack
+from smcp_fx.errors import (
+    BackendError,
+    CheckpointError,
+    InfeasibleBudgetError,
+    InputError,
+    SmcpError,
+    TableError,
+    TraceError,
+    TrainingError,
+)
 from smcp_fx.latency.cost import LatencyCost
 from smcp_fx.latency.table import LatencyTable
 from smcp_fx.own_class import resize
@@ -35,45 +41,55 @@ from smcp_fx.pruning import observers
 from smcp_fx.pruning.loop_watch import TrainingWarning
 from smcp_fx.regions import graph_of
 from smcp_fx.schedule import Schedule
-from smcp_fx.serialization.saving import load, read_metadata, save
+from smcp_fx.serialization.saving import load, save
 from smcp_fx.training.teacher import Teacher
 
 __all__ = [
-    "Allocation",
-    "ChannelGraph",
-    "KnapsackSolution",
+    "BackendError",
+    "CheckpointError",
+    "InfeasibleBudgetError",
+    "InputError",
     "LatencyCost",
     "LatencyTable",
-    "NetworkCost",
     "PreparedModel",
     "PruningConfig",
-    "RepairReport",
     "Schedule",
     "SmcpError",
     "TableError",
     "Teacher",
+    "TraceError",
+    "TrainingError",
     "TrainingWarning",
-    "allocate",
     "carry_optimizer",
     "compress",
     "convert",
     "export_onnx",
     "from_onnx",
-    "gather_halfway",
     "gather_importance",
     "get_backend",
     "load",
     "load_checkpoint",
     "observers",
     "prepare",
-    "read_metadata",
     "recalibrate",
     "repair",
     "resize",
     "save",
     "save_checkpoint",
-    "solve_knapsack",
 ]
+
+#: Where names are that this module had: until version 0.2 they still work here, with a warning.
+_MOVED = {
+    "Allocation": "smcp_fx.allocation",
+    "ChannelGraph": "smcp_fx.channels",
+    "KnapsackSolution": "smcp_fx.knapsack",
+    "NetworkCost": "smcp_fx.cost_model",
+    "RepairReport": "smcp_fx.calibration",
+    "allocate": "smcp_fx.allocation",
+    "gather_halfway": "smcp_fx.calibration",
+    "read_metadata": "smcp_fx.serialization.saving",
+    "solve_knapsack": "smcp_fx.knapsack",
+}
 
 
 def __dir__() -> list[str]:
@@ -81,11 +97,15 @@ def __dir__() -> list[str]:
 
 
 def __getattr__(name: str) -> Any:
-    """What is loaded when it is asked for: the installed version, and callbacks for training frameworks."""
+    """What is loaded when it is asked for: the installed version, callbacks for training frameworks, moved names."""
     if name == "__version__":
         return importlib.metadata.version("smcp_fx")
     if name == "integrations":
         return importlib.import_module("smcp_fx.integrations")
+    if name in _MOVED:
+        home = _MOVED[name]
+        warnings.warn(f"smcp_fx.{name} is now {home}.{name}", DeprecationWarning, stacklevel=2)
+        return getattr(importlib.import_module(home), name)
     raise AttributeError(f"module 'smcp_fx' has no attribute {name!r}")
 
 

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from smcp_fx.errors import InputError
+from smcp_fx.interface.wrapping import unwrapped
 from smcp_fx.kept_channels import cut_of
-from smcp_fx.tracing.wrapping import unwrapped
 
 AnyOptimizer = TypeVar("AnyOptimizer", bound=Optimizer)
 

@@ -24,6 +24,7 @@ from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from smcp_fx.errors import CheckpointError
+from smcp_fx.interface.wrapping import unwrapped
 from smcp_fx.prepared import PreparedModel
 from smcp_fx.pruning import ranks
 from smcp_fx.pruning.solve import Solve
@@ -32,7 +33,6 @@ from smcp_fx.storage.files import bounded_json, brief
 from smcp_fx.storage.tensor_file import TensorWriter, restore, write_together
 from smcp_fx.storage.value_codec import decode_value, encode_value
 from smcp_fx.storage.versions import library_versions, saved_with
-from smcp_fx.tracing.wrapping import unwrapped
 
 FORMAT = "smcp_fx.checkpoint"
 FORMAT_VERSION = 3

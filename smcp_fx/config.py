@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import numbers
 import re
-from dataclasses import dataclass, field
+import warnings
+from dataclasses import dataclass, field, fields
 from fnmatch import fnmatchcase
 from typing import Any, Literal
 
@@ -66,48 +67,26 @@ class WidthLimit:
         return cls(text, match[1], match[2], number / 100 if match[4] else number, bool(match[4]))
 
 
+class Method:
+    """The method's constants: the defaults are what to use, and `MethodConfig` changes them, for comparison."""
+
+    mask: MaskMode = "soft"
+    importance: ImportanceRule = "abs_of_sum"
+    momentum: float = 0.9
+    memory: float = 0.995
+    width_exponent: float = 0.9
+    tolerance: float = 0.009
+    batch_norm_scaling: bool = False
+    gamma_gradient: GammaGradient = "chain"
+    keep_first_convolution: bool = False
+    allocation: AllocationMethod = "coupled"
+
+
 @dataclass(frozen=True)
-class PruningConfig:
-    """How masks, importances and scales work. The defaults are what to use; the rest is for comparison."""
+class PruningConfig(Method):
+    """What may be pruned, and in what steps."""
 
     multiple: int = option(8, "keep multiples of this many channels in every layer")
-    mask: MaskMode = option(
-        "soft",
-        "soft: pruned channels still learn and may return; permanent: they do neither",
-        ("soft", "permanent"),
-    )
-    importance: ImportanceRule = option(
-        "abs_of_sum",
-        "a channel's importance over its layers: |sum| (the paper's theorem) or sum of | | (its formula)",
-        ("abs_of_sum", "sum_of_abs"),
-    )
-    momentum: float = option(
-        0.9, "weight of the past in the importance gathered between two solves, in [0, 1)"
-    )
-    memory: float = option(
-        0.995, "weight of the importances before the last solve; 0 forgets them (the paper)"
-    )
-    width_exponent: float = option(
-        0.9,
-        "how importances grow in a group that is narrowed: where a share r of it is kept, r ** -this; 0: they do "
-        "not, and add up (the paper)",
-    )
-    tolerance: float = option(
-        0.009,
-        "share of the reachable importance that a schedule may give up to leave masks be; 0: none (the paper)",
-    )
-    batch_norm_scaling: bool = option(
-        False,
-        "scale batch norms by the share of input channels kept (the paper; for long training); layer pruning does",
-    )
-    gamma_gradient: GammaGradient = option(
-        "chain",
-        "gradient of a scaled batch norm's weight: chain rule, or as if scaled itself",
-        ("chain", "direct"),
-    )
-    keep_first_convolution: bool = option(
-        False, "never prune the first convolution's outputs (the paper's setting)"
-    )
     exclude: tuple[str, ...] = option((), "modules whose output channels stay, by name or pattern (layer4.*)")
     widths: tuple[str, ...] = option(
         (), "limits on output channels of layers: 'stem >= 16', 'layer4.* >= 50%', 'head <= 64', 'neck = 25%'"
@@ -119,11 +98,15 @@ class PruningConfig:
     layer_pruning_in: tuple[str, ...] = option(
         (), "with layer pruning: only layers in these modules may keep nothing; by default all"
     )
-    allocation: AllocationMethod = option(
-        "coupled",
-        "how counts are chosen: all taken together, or by the paper's linearisation",
-        ("coupled", "paper"),
-    )
+
+    def __new__(cls, *_: Any, **given: Any) -> PruningConfig:
+        """Make a `MethodConfig` where an option of that is given: until version 0.2, with a warning."""
+        moved = sorted(given.keys() & Method.__annotations__)
+        if cls is PruningConfig and moved:
+            instead = f"PruningConfig({moved[0]}=...) is now smcp_fx.config.MethodConfig({moved[0]}=...)"
+            warnings.warn(instead, DeprecationWarning, stacklevel=2)
+            return object.__new__(MethodConfig)
+        return object.__new__(cls)
 
     def __post_init__(self) -> None:
         if not is_whole(self.multiple) or self.multiple < 1:
@@ -142,15 +125,62 @@ class PruningConfig:
             raise InputError(
                 "layer_pruning_in says where layer pruning may act: set layer_pruning=True as well"
             )
+
+
+@dataclass(frozen=True)
+class MethodConfig(PruningConfig):
+    """Options of the method for comparison with the paper and with its variants, as recipes set them."""
+
+    mask: MaskMode = option(
+        Method.mask,
+        "soft: pruned channels still learn and may return; permanent: they do neither",
+        ("soft", "permanent"),
+    )
+    importance: ImportanceRule = option(
+        Method.importance,
+        "a channel's importance over its layers: |sum| (the paper's theorem) or sum of | | (its formula)",
+        ("abs_of_sum", "sum_of_abs"),
+    )
+    momentum: float = option(
+        Method.momentum, "weight of the past in the importance gathered between two solves, in [0, 1)"
+    )
+    memory: float = option(
+        Method.memory, "weight of the importances before the last solve; 0 forgets them (the paper)"
+    )
+    width_exponent: float = option(
+        Method.width_exponent,
+        "how importances grow in a group that is narrowed: where a share r of it is kept, r ** -this; 0: they do "
+        "not, and add up (the paper)",
+    )
+    tolerance: float = option(
+        Method.tolerance,
+        "share of the reachable importance that a schedule may give up to leave masks be; 0: none (the paper)",
+    )
+    batch_norm_scaling: bool = option(
+        Method.batch_norm_scaling,
+        "scale batch norms by the share of input channels kept (the paper; for long training); layer pruning does",
+    )
+    gamma_gradient: GammaGradient = option(
+        Method.gamma_gradient,
+        "gradient of a scaled batch norm's weight: chain rule, or as if scaled itself",
+        ("chain", "direct"),
+    )
+    keep_first_convolution: bool = option(
+        Method.keep_first_convolution, "never prune the first convolution's outputs (the paper's setting)"
+    )
+    allocation: AllocationMethod = option(
+        Method.allocation,
+        "how counts are chosen: all taken together, or by the paper's linearisation",
+        ("coupled", "paper"),
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
         for name in ("momentum", "memory", "tolerance", "width_exponent"):
             value = getattr(self, name)
             if not is_number(value) or not 0 <= value < 1:
                 raise InputError(f"{name} must be a number in [0, 1), not {value!r}")
-        for name, kinds in (
-            ("mask", ("soft", "permanent")),
-            ("importance", ("abs_of_sum", "sum_of_abs")),
-            ("gamma_gradient", ("chain", "direct")),
-            ("allocation", ("coupled", "paper")),
-        ):
-            if not isinstance(getattr(self, name), str) or getattr(self, name) not in kinds:
-                raise InputError(f"{name} must be one of {', '.join(kinds)}, not {getattr(self, name)!r}")
+        for entry in fields(self):
+            value, kinds = getattr(self, entry.name), entry.metadata["choices"]
+            if kinds and (not isinstance(value, str) or value not in kinds):
+                raise InputError(f"{entry.name} must be one of {', '.join(kinds)}, not {value!r}")

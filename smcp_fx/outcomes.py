@@ -13,10 +13,10 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from smcp_fx.errors import AssumptionError, SmcpError, is_out_of_memory
+from smcp_fx.masking.masks import STATE
 from smcp_fx.prepared import PreparedRegions
 from smcp_fx.tracing.copying import deep_copy
 from smcp_fx.tracing.example_runs import plain, unchanged
-from smcp_fx.tracing.masking import STATE
 from smcp_fx.tracing.same_draws import same_draws
 from smcp_fx.tracing.sentences import TAKEN
 

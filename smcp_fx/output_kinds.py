@@ -54,6 +54,11 @@ class Reading:
             tensor = tensor.movedim(self.dim, -1)
             return tensor.clamp_min(_LEAST_PROBABILITY).log() if self.probabilities else tensor
         if self.kind == "binary" and self.probabilities:
+            if not _is_share(tensor):
+                raise InputError(
+                    f"the output {list(self.shape)} was from 0 to 1 at first, and taken for probabilities of yes or "
+                    "no; now it is not, so it holds logits: begin with a larger batch, or give your own loss"
+                )
             return tensor.clamp(_LEAST_PROBABILITY, 1 - 1e-7).logit()
         return tensor
 
@@ -74,12 +79,13 @@ def named_tensors(outputs: Any) -> dict[str, Tensor]:
     """
     return {
         name: tensor
-        for name, tensor in _tensors(outputs, "")
+        for name, tensor in tensors_in(outputs)
         if (tensor.is_floating_point() or tensor.is_complex()) and tensor.dim() and tensor.numel()
     }
 
 
-def _tensors(value: Any, name: str) -> Iterator[tuple[str, Tensor]]:
+def tensors_in(value: Any, name: str = "") -> Iterator[tuple[str, Tensor]]:
+    """The tensors in nested tuples, lists, dicts and objects, each with the path to it behind ``name``."""
     parts: Mapping[Any, Any] = {}
     if isinstance(value, Tensor):
         yield name, value
@@ -90,7 +96,7 @@ def _tensors(value: Any, name: str) -> Iterator[tuple[str, Tensor]]:
     elif not isinstance(value, type):
         parts = getattr(value, "__dict__", {})
     for key, part in parts.items():
-        yield from _tensors(part, f"{name}.{key}" if name else str(key))
+        yield from tensors_in(part, f"{name}.{key}" if name else str(key))
 
 
 def read_outputs(
@@ -128,7 +134,7 @@ def read_outputs(
 
 def labels_of(names: Collection[str], labels: Any) -> dict[str, Tensor]:
     """The label of each output; raises `InputError` where they are not arranged like the outputs."""
-    found = dict(_tensors(labels, ""))
+    found = dict(tensors_in(labels))
     if len(names) == len(found) == 1:
         return dict(zip(names, found.values(), strict=True))
     if not set(names) <= set(found):
@@ -166,8 +172,7 @@ def _named(tensor: Tensor, text: Any) -> Reading:
             f"of such kinds by name, not {text!r}"
         )
     if kind == "binary":
-        within = bool((tensor >= 0).all() and (tensor <= 1).all())
-        return Reading("binary", shape, probabilities=within, given=True)
+        return Reading("binary", shape, probabilities=_is_share(tensor), given=True)
     if kind == "values":
         return Reading("values", shape, given=True)
     found = _measured(tensor)
@@ -241,14 +246,17 @@ def _by_label(name: str, tensor: Tensor, label: Tensor) -> Reading:
             same = measured is not None and measured.dim == soft.dim
             return Reading("classes", shape, soft.dim, probable and same, "labels sum to one", True)
         if truth:
-            within = bool((tensor >= 0).all() and (tensor <= 1).all())
-            return Reading("binary", shape, probabilities=within, why="labels are 0 and 1")
+            return Reading("binary", shape, probabilities=_is_share(tensor), why="labels are 0 and 1")
         return Reading("values", shape, why="labels are numbers of its shape, and are not used")
     raise InputError(
         f"the labels, {label.dtype} of shape {list(label.shape)}, do not fit the output"
         f"{' ' + repr(name) if name else ''} of shape {list(shape)}: give loss=, a function of (outputs, labels), or "
         "leave the labels away"
     )
+
+
+def _is_share(tensor: Tensor) -> bool:
+    return bool((tensor >= 0).all() and (tensor <= 1).all())
 
 
 def _without(shape: tuple[int, ...], dim: int, *instead: int) -> tuple[int, ...]:

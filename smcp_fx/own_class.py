@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import traceback
+import warnings
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
@@ -12,17 +13,17 @@ from torch import Tensor, fx, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from smcp_fx.errors import InputError
+from smcp_fx.interface.example_inputs import default_inputs
+from smcp_fx.interface.positional import positional
 from smcp_fx.kept_channels import WIDTHS, Widths, cut_of, note_cut, renumbered
 from smcp_fx.outcomes import LOOSE, Outcome, difference, differs, fitting, in_mode, outcome_or_none
 from smcp_fx.passes.slice_channels import resize_fields
 from smcp_fx.prepared import PreparedModel
 from smcp_fx.proof import IMAGES, OTHERS, more_images, on_some, run_watched
 from smcp_fx.tracing.copying import deep_copy
-from smcp_fx.tracing.example_inputs import default_inputs
 from smcp_fx.tracing.example_runs import first_line, unchanged
 from smcp_fx.tracing.modes import conditions, is_flag
 from smcp_fx.tracing.own_weights import LAYERS, settle_named
-from smcp_fx.tracing.positional import positional
 from smcp_fx.tracing.sentences import is_ours
 
 Model = TypeVar("Model", bound=nn.Module)
@@ -214,7 +215,8 @@ def _reason(model: nn.Module, like: nn.Module, inputs: tuple[Any, ...], where: s
     for path, module in model.named_modules():
         if path and path not in called and isinstance(module, LAYERS):
             return (
-                f"Forward computes with the weight of {path!r} itself, which depends on the width.{_ADVICE}"
+                f"Forward computes with the weight of {path!r} itself: the smaller model may hold the result, which "
+                f"forward would compute with once more.{_ADVICE}"
             )
     return (
         "Its forward takes channels by position or by their number, or this instance was made with other options "
@@ -333,7 +335,8 @@ def _outputs(model: nn.Module, inputs: tuple[Any, ...]) -> dict[str, Tensor]:
         if path and not isinstance(module, torch.jit.ScriptModule)
     ]
     try:
-        with torch.no_grad(), in_mode(model, False), unchanged(model):
+        with torch.no_grad(), in_mode(model, False), unchanged(model), warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of a graph, which does not call all of them
             model(*inputs)
     finally:
         for hook in hooks:

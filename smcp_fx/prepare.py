@@ -10,12 +10,20 @@ from typing import Any, TypeVar, overload
 import torch
 from torch import Tensor, fx, nn
 
-from smcp_fx.channels import ChannelGraph, build
-from smcp_fx.channels.limits import limit_widths
+from smcp_fx.analysis import analyse
 from smcp_fx.config import PruningConfig
 from smcp_fx.costs.binding import CostModel, bind
 from smcp_fx.errors import InputError, TraceError
+from smcp_fx.interface.as_traced import CALL, call_of
+from smcp_fx.interface.carried import carried_attributes, carry, plain_attributes
+from smcp_fx.interface.example_inputs import default_inputs
+from smcp_fx.interface.output_types import keep_output_types
+from smcp_fx.interface.own_modes import own_modes
+from smcp_fx.interface.positional import positional
+from smcp_fx.interface.state_keys import keep_in_state
+from smcp_fx.interface.wrapping import unwrapped
 from smcp_fx.kept_channels import Cut, kept_channels, note_cut, still_true
+from smcp_fx.masking.masks import META, STATE
 from smcp_fx.outcomes import in_mode
 from smcp_fx.own_class import resize
 from smcp_fx.passes.base import run_pipeline
@@ -28,24 +36,11 @@ from smcp_fx.proof import check_converted, check_prepared
 from smcp_fx.pruning.loop_watch import TrainingWarning
 from smcp_fx.pruning.ranks import require_whole
 from smcp_fx.pruning.state import PruningState
-from smcp_fx.regions import Joined, find_regions, join_regions, run_by_graphs
+from smcp_fx.regions import run_by_graphs
 from smcp_fx.schedule import Schedule
 from smcp_fx.serialization.converted import ConvertedModule
-from smcp_fx.tracing.as_traced import CALL, call_of
-from smcp_fx.tracing.buffers import keep_in_state
-from smcp_fx.tracing.call_forms import may_pin
-from smcp_fx.tracing.carried import carried_attributes, carry, plain_attributes
 from smcp_fx.tracing.copying import deep_copy, sharing
-from smcp_fx.tracing.example_inputs import default_inputs
-from smcp_fx.tracing.masking import META, STATE
-from smcp_fx.tracing.other_sizes import at_another_size
-from smcp_fx.tracing.output_types import keep_output_types
-from smcp_fx.tracing.own_modes import own_modes
-from smcp_fx.tracing.positional import positional
-from smcp_fx.tracing.scripts import without_scripts
 from smcp_fx.tracing.sentences import listed_paths
-from smcp_fx.tracing.tracer import Traced, trace
-from smcp_fx.tracing.wrapping import unwrapped
 
 __all__ = ["ConvertedModule", "PreparedModel", "convert", "prepare"]
 
@@ -121,18 +116,10 @@ def _prepared(
     config: PruningConfig,
     leaves: Sequence[str],
 ) -> PreparedModel:
-    own = without_scripts(deep_copy(model), inputs, leaves)
+    own = deep_copy(model)
     _check_names(model)
-    traced, joined = trace_parts(own, inputs, leaves, options=True)
-    channels = _channels(traced, config)
-    if traced.forms and may_pin(
-        traced.module.graph
-    ):  # no channel stays for the sake of a call that no one asked for
-        alone = trace(own, inputs, tuple(leaves))
-        without = _channels(alone, config)
-        if int(without.free_units.sum()) > int(channels.free_units.sum()):
-            traced, channels = alone, without
-    limit_widths(channels, config.widths)
+    found = analyse(own, inputs, leaves, config)
+    traced, channels, joined = found.traced, found.channels, found.joined
     if config.layer_pruning:
         allow_layer_pruning(traced, channels, config.layer_pruning_in)
     if joined is not None and not any(group.free for group in channels.groups):
@@ -171,17 +158,6 @@ def _prepared(
     return prepared
 
 
-def _channels(traced: Traced, config: PruningConfig) -> ChannelGraph:
-    return build(
-        traced.module,
-        traced.values,
-        multiple=config.multiple,
-        exclude=config.exclude,
-        keep_first_layer=config.keep_first_convolution,
-        other=at_another_size(traced),
-    )
-
-
 def _check_tensors(model: nn.Module) -> None:
     """Raise `InputError` for weights that hold no numbers yet, `TrainingError` for parts of weights."""
     require_whole(model)
@@ -206,38 +182,6 @@ def _check_names(model: nn.Module) -> None:
             raise InputError(
                 f"the model has an attribute {name!r}, a name that prepared models use; rename it"
             )
-
-
-def trace_parts(
-    model: nn.Module, inputs: tuple[Any, ...], leaves: Sequence[str] = (), *, options: bool = False
-) -> tuple[Traced, Joined | None]:
-    """Trace a model as a whole, or else the parts of it that can be traced, joined in one graph.
-
-    The result's module shares the model's parameters. ``options``: as for `trace`. Raises as `prepare` does.
-    """
-    if isinstance(leaves, str):
-        raise InputError(f"leaves must be a list of module names, not the string {leaves!r}")
-    if not isinstance(leaves, (list, tuple, set, frozenset)) or not all(
-        isinstance(name, str) for name in leaves
-    ):
-        raise InputError(f"leaves must be a list of module names, not {leaves!r}")
-    known = dict(model.named_modules())
-    for name in leaves:
-        if name not in known or not name:
-            near = [
-                other for other in known if other.rpartition(".")[2] == str(name).rpartition(".")[2] and other
-            ]
-            raise InputError(
-                f"leaves: the model has no module {name!r}"
-                + (f"; did you mean {', '.join(near[:4])}?" if near else "; model.named_modules() lists them")
-            )
-    try:
-        return trace(model, inputs, tuple(leaves), options=options), None
-    except TraceError as error:
-        split = find_regions(model, inputs, tuple(leaves), str(error))
-        if not split.regions:
-            raise
-        return join_regions(model, inputs, split)
 
 
 @overload

@@ -14,6 +14,12 @@ from smcp_fx.channels import ChannelGraph
 from smcp_fx.config import PruningConfig
 from smcp_fx.cost_model import NetworkCost
 from smcp_fx.errors import CheckpointError
+from smcp_fx.interface.as_traced import CalledAsTraced
+from smcp_fx.interface.carried import carried_attributes, carry
+from smcp_fx.interface.own_modes import set_own_modes
+from smcp_fx.interface.state_keys import keep_in_state
+from smcp_fx.interface.wrapping import without_wrappers
+from smcp_fx.masking.masks import STATE
 from smcp_fx.pruning.pruner import Pruner
 from smcp_fx.pruning.ranks import require_whole
 from smcp_fx.pruning.state import PruningState
@@ -21,14 +27,8 @@ from smcp_fx.regions import Joined, run_by_graphs
 from smcp_fx.schedule import Schedule
 from smcp_fx.summaries import model_summary, share_of
 from smcp_fx.tracing import block_hooks
-from smcp_fx.tracing.as_traced import CalledAsTraced
-from smcp_fx.tracing.buffers import keep_in_state
 from smcp_fx.tracing.call_forms import Form
-from smcp_fx.tracing.carried import carried_attributes, carry
 from smcp_fx.tracing.copying import deep_copy
-from smcp_fx.tracing.masking import STATE
-from smcp_fx.tracing.own_modes import set_own_modes
-from smcp_fx.tracing.wrapping import without_wrappers
 
 
 @dataclass(frozen=True)

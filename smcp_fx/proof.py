@@ -16,6 +16,7 @@ from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
 from smcp_fx.errors import AssumptionError, PassError, TraceError, is_out_of_memory
+from smcp_fx.masking.masks import mark_of
 from smcp_fx.outcomes import (
     LOOSE,
     ROUNDING,
@@ -36,7 +37,6 @@ from smcp_fx.passes.weight_products import held_tensor
 from smcp_fx.prepared import PreparedGraph, PreparedModel, PreparedRegions
 from smcp_fx.tracing.copying import deep_copy
 from smcp_fx.tracing.example_runs import Recorder, plain, unchanged
-from smcp_fx.tracing.masking import mark_of
 from smcp_fx.tracing.same_draws import same_draws
 
 #: How many images the comparisons take: in `train()` (a batch norm needs two), and as another batch in `eval()`.

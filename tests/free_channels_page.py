@@ -1,16 +1,19 @@
-"""Write docs/reference/free_channels.md: what is free and what is not, by kind, from the networks of `AWKWARD`.
+"""Write what is free and what is not of the networks of `AWKWARD`: docs/records/free_channels.jsonl, and its page.
 
     python tests/free_channels_page.py
 
-`tests/channels/test_channels.py` holds every line of the page against the network that it tells of.
+`tests/channels/test_channels.py` holds every line of the record against the network that it tells of.
 """
 
 from __future__ import annotations
 
+import json
 import re
 import sys
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from models import AWKWARD, Case, randomise
@@ -19,7 +22,8 @@ import smcp_fx
 from smcp_fx.channels.graph import ChannelGraph
 from smcp_fx.channels.trail import INPUT
 
-PAGE = Path(__file__).parent.parent / "docs" / "reference" / "free_channels.md"
+DOCS = Path(__file__).parent.parent / "docs"
+RECORD, PAGE = DOCS / "records" / "free_channels.jsonl", DOCS / "reference" / "free_channels.md"
 #: The files of networks, in the page's order, and what each is about.
 KINDS = {
     "models_layers": "Layers, norms and gates",
@@ -47,27 +51,44 @@ KINDS = {
 }
 _HEAD = """# What is free, by kind
 
-Written by `python tests/free_channels_page.py` from the networks that the tests prune: two convolutions
-or so, and between them what the line says. The tests hold every line against the channel graph, and every network
-masked against sliced.
+The tests prune {networks} small networks: two convolutions or so, and between them an operation or a few. Each is
+sliced and held against itself under masks. In {free} of them all channels are free. The others are below, with the
+reason of most of their channels that stay; *free* is the share of the dense layers' input channels, the network's
+inputs left out.
 
-*Free*: share of the dense layers' input channels, the network's inputs left out.
-[What to do about the rest](../guides/what_cannot_be_pruned.md); [whole models](../results/models.md).
+`docs/records/free_channels.jsonl` has a line for each network; `python tests/free_channels_page.py` writes it, and
+this page from it. [What to do about the rest](../guides/what_cannot_be_pruned.md);
+[whole models](../results/models.md).
+
+| kind | networks | all free |
+|---|---|---|
 """
 
 
-def line(case: Case, channels: ChannelGraph) -> str:
-    """What the page says of a network: its name, and what stays of its channels and why."""
-    name = case.name.replace("_", " ").replace(" s ", "'s ")
-    if channels.free_share == 1:
-        return f"{name};"
-    return f"| {name} | {channels.free_share:.2f} | {_reason(channels)} |"
+def entry(case: Case, channels: ChannelGraph) -> dict[str, Any]:
+    """The record's line of a network: its kind and name, the share that is free, and why most of the rest stays."""
+    name, free = case.name.replace("_", " ").replace(" s ", "'s "), round(channels.free_share, 2)
+    stays = "" if channels.free_share == 1 else _reason(channels)
+    return {"kind": case.build.__module__, "network": name, "free": free, "stays": stays}
 
 
-def lines() -> set[str]:
-    """The lines of the page that tell of networks."""
-    found = PAGE.read_text().splitlines()
-    return {each for each in found if each.endswith(";") or re.match(r"\| .* \| \d\.\d\d \|", each)}
+def entries() -> list[dict[str, Any]]:
+    """The lines of the record."""
+    return [json.loads(line) for line in RECORD.read_text(encoding="utf-8").splitlines()]
+
+
+def page(found: Sequence[dict[str, Any]]) -> str:
+    """The page of a record: how many networks of each kind are free, and what stays of the others."""
+    whole = [one for one in found if not one["stays"]]
+    text, rest = _HEAD.format(networks=len(found), free=len(whole)), ""
+    for kind, title in KINDS.items():
+        mine = [one for one in found if one["kind"] == kind]
+        stays = [one for one in mine if one["stays"]]
+        text += f"| {title} | {len(mine)} | {len(mine) - len(stays)} |\n"
+        if stays:
+            rest += f"\n## {title}\n\n| network | free | most of what stays |\n|---|---|---|\n"
+            rest += "".join(f"| {one['network']} | {one['free']:.2f} | {one['stays']} |\n" for one in stays)
+    return text + rest
 
 
 def _reason(channels: ChannelGraph) -> str:
@@ -82,21 +103,15 @@ def _reason(channels: ChannelGraph) -> str:
 
 
 def main() -> int:
-    """Trace every network, and write the page."""
-    told: dict[str, list[str]] = {kind: [] for kind in KINDS}
-    for case in AWKWARD:
+    """Trace every network; write the record, and the page."""
+    told = []
+    for case in sorted(AWKWARD, key=lambda case: list(KINDS).index(case.build.__module__)):
         model = randomise(case.build()).double().eval()
         inputs = tuple(i.double() if i.is_floating_point() else i for i in case.inputs())
         prepared = smcp_fx.prepare(model, inputs, config=smcp_fx.PruningConfig(multiple=1), check=False)
-        told[case.build.__module__].append(line(case, prepared.channels))
-    text = _HEAD
-    for kind, title in KINDS.items():
-        free = [each for each in told[kind] if each.endswith(";")]
-        rest = [each for each in told[kind] if not each.endswith(";")]
-        text += f"\n## {title}\n\nAll channels are free in:\n" + "\n".join(free) + "\n"
-        if rest:
-            text += "\n| network | free | most of what stays |\n|---|---|---|\n" + "\n".join(rest) + "\n"
-    PAGE.write_text(text)
+        told.append(entry(case, prepared.channels))
+    RECORD.write_text("".join(f"{json.dumps(one)}\n" for one in told), encoding="utf-8")
+    PAGE.write_text(page(told), encoding="utf-8")
     return 0
 
 

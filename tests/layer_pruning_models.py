@@ -16,6 +16,7 @@ from random_branches import Excitation
 from torch import Tensor, nn
 
 import smcp_fx
+from smcp_fx.config import MethodConfig
 
 IMAGE = torch.randn(2, 3, 8, 8, generator=torch.Generator().manual_seed(1))
 
@@ -25,7 +26,7 @@ def prepared(model: nn.Module, inputs: Any = IMAGE, **options: Any) -> smcp_fx.P
     config = {"multiple": 1, "layer_pruning": True, **options.pop("config", {})}
     inputs = tuple(i.double() for i in (inputs if isinstance(inputs, tuple) else (inputs,)))
     model = randomise(model).double().eval()
-    return smcp_fx.prepare(model, inputs, config=smcp_fx.PruningConfig(**config), **options)
+    return smcp_fx.prepare(model, inputs, config=MethodConfig(**config), **options)
 
 
 def removable(found: smcp_fx.PreparedModel) -> set[str]:

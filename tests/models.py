@@ -21,6 +21,7 @@ from torch.utils import _pytree as pytree
 
 import smcp_fx
 from smcp_fx.channels.propagation import UNFIT
+from smcp_fx.config import MethodConfig
 from smcp_fx.prepare import converted_full
 
 # ---- what tests do to any model -------------------------------------------------------------------------
@@ -91,7 +92,7 @@ def check_slicing(
     model = randomise(model).to(dtype).eval()
     inputs = tuple(i.to(dtype) if i.is_floating_point() else i for i in inputs)
     expected = run(model, inputs)
-    config = smcp_fx.PruningConfig(multiple=1, batch_norm_scaling=True, layer_pruning=layer_pruning)
+    config = MethodConfig(multiple=1, batch_norm_scaling=True, layer_pruning=layer_pruning)
     prepared = smcp_fx.prepare(model, inputs, config=config, cost=cost)
     assert_close(run(prepared, inputs), expected, "identity", "all channels kept")
     assert not [why for _, why, _ in prepared.channels.units.why.texts if why.startswith(UNFIT)]

@@ -11,6 +11,7 @@ from tolerances import assert_close
 from torch import Tensor, nn
 
 import smcp_fx
+from smcp_fx.config import MethodConfig
 
 SCHEDULE = smcp_fx.Schedule(epochs=1, steps_per_epoch=12, warmup=0.25, ramp=0.34, cooldown=0.25, every=2)
 SOLVES = [5, 7, 9]
@@ -24,7 +25,7 @@ def network() -> nn.Module:
 
 def prepared_model(model: nn.Module | None = None, **options: Any) -> smcp_fx.PreparedModel:
     model = network() if model is None else randomise(model).train()
-    config = smcp_fx.PruningConfig(**{"multiple": 2, "batch_norm_scaling": True, **options})
+    config = MethodConfig(**{"multiple": 2, "batch_norm_scaling": True, **options})
     return smcp_fx.prepare(model, torch.randn(2, 3, 8, 8), schedule=SCHEDULE, config=config)
 
 

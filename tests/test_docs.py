@@ -100,7 +100,7 @@ def test_marks_are_filled_from_the_code() -> None:
         "<!-- fields of report.json -->"
     )
     listed = set(re.findall(r"::: smcp_fx\.(?:prepare\.)?(\w+)", filled))
-    assert listed == set(smcp_fx.__all__) - {"SmcpError"}
+    assert listed == set(smcp_fx.__all__) - set(vars(smcp_fx.errors))
     assert "| `multiple` | `8` |" in filled
     assert all(f"| `{field.name}` |" in filled for kind in (Report, Side) for field in fields(kind))
 
@@ -114,3 +114,10 @@ def test_relative_links_of_pages_outside_the_site_resolve() -> None:
     ):
         for target in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", page.read_text(encoding="utf-8")):
             assert (ROOT / target).exists(), f"{page.name} links to {target}"
+
+
+def test_the_example_of_a_rule_is_the_rule() -> None:
+    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8"), re.S)
+    files = ("smcp_fx/channels/rules_windows.py", "tests/models_windows.py")
+    code = "".join((ROOT / name).read_text(encoding="utf-8") for name in files)
+    assert len(blocks) == 3 and all(block in code for block in blocks)

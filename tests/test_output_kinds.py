@@ -129,3 +129,10 @@ def test_spread_is_the_variance_over_images() -> None:
     torch.testing.assert_close(spread(x + torch.arange(3)[:, None]), x.var(0, correction=0).mean())
     torch.testing.assert_close(spread(x[:1]), x[:1].var(correction=0))
     torch.testing.assert_close(spread(torch.full((3, 2), 5.0)), torch.tensor(25e-4))
+
+
+def test_logits_that_looked_like_probabilities_are_told() -> None:
+    reading = read_outputs(torch.rand(4, 1), "binary")[""]
+    assert reading.probabilities
+    with pytest.raises(InputError, match="it holds logits: begin with a larger batch"):
+        reading.scores(torch.tensor([[0.5], [1.5]]))

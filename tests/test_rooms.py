@@ -20,6 +20,7 @@ ROOT = Path(__file__).parents[1]
 #: Modules at the top of the package: those that import nothing of ours, and those that users call.
 CONTRACTS = {"errors", "config", "cost_model", "schedule", "texts", "output_kinds"}
 VERBS = {
+    "analysis",
     "prepare",
     "summaries",
     "prepared",
@@ -35,31 +36,32 @@ VERBS = {
 MAY_IMPORT = {
     "contracts": "",
     "storage": "",
+    "masking": "",
     "tracing": "",
-    "channels": "tracing",
+    "interface": "masking tracing",
+    "channels": "masking tracing",
     "regions": "tracing",
     "knapsack": "",
     "allocation": "knapsack",
-    "passes": "channels tracing",
+    "passes": "channels masking tracing",
     "costs": "channels tracing",
     "blocks": "passes channels tracing",
-    "backends": "blocks tracing storage",
+    "backends": "blocks interface tracing storage",
     "latency": "backends blocks costs allocation channels tracing storage",
     "pruning": "passes costs allocation channels storage",
-    "serialization": "regions tracing storage",
-    "verbs": "pruning serialization regions passes costs channels tracing storage",
-    "calibration": "verbs regions pruning passes costs tracing",
-    "smcp_fx": "training calibration verbs serialization latency pruning allocation knapsack regions channels "
-    "backends",
-    "training": "verbs pruning tracing",
+    "serialization": "regions interface tracing storage",
+    "verbs": "pruning serialization regions passes costs channels interface masking tracing storage",
+    "calibration": "verbs regions pruning passes costs interface masking tracing",
+    "smcp_fx": "training calibration verbs serialization latency pruning regions backends",
+    "training": "verbs pruning interface tracing",
     "report": "storage",
-    "zoo": "backends tracing",
-    "inspection": "report zoo verbs channels tracing",
+    "zoo": "backends interface tracing",
+    "inspection": "report zoo verbs channels interface",
     "compiler": "training calibration report zoo latency backends verbs serialization pruning costs storage",
     "recipes": "training report zoo latency backends verbs serialization pruning allocation storage",
-    "integrations": "verbs pruning tracing",
+    "integrations": "verbs pruning interface",
     "__main__": "",
-    "cli": "recipes compiler inspection zoo latency backends blocks channels tracing storage",
+    "cli": "recipes compiler inspection verbs zoo latency backends blocks channels tracing storage",
 }
 
 

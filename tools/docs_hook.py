@@ -76,11 +76,11 @@ def help_of(command: str, *arguments: str) -> str:
 
 
 def options_table(name: str) -> str:
-    """Return a table of a public dataclass's fields: name, default, what it does."""
-    import smcp_fx
+    """Return a table of a config dataclass's fields: name, default, what it does."""
+    from smcp_fx import config
 
     rows = ["| option | default | what it does |", "|---|---|---|"]
-    for field in dataclasses.fields(getattr(smcp_fx, name)):
+    for field in dataclasses.fields(getattr(config, name)):
         told = field.metadata.get("help", "")
         rows.append(f"| `{field.name}` | `{field.default!r}` | {told.replace('|', chr(92) + '|')} |")
     return "\n".join(rows)
@@ -106,9 +106,8 @@ def other_names(markdown: str) -> str:
     import smcp_fx
 
     listed = set(re.findall(r"^::: smcp_fx\.(?:\w+\.)*(\w+)$", markdown, re.MULTILINE))
-    missing = [
-        name for name in smcp_fx.__all__ if name not in listed and name != "SmcpError"
-    ]  # with the errors
+    errors = vars(smcp_fx.errors)  # they have a heading of their own
+    missing = [name for name in smcp_fx.__all__ if name not in listed and name not in errors]
     if not missing:
         return ""
     return "\n\n".join(["## More", *(f"::: smcp_fx.{name}" for name in missing)]) + "\n"

@@ -1,6 +1,7 @@
-"""Draw the pictures of a compile run that README and docs show: headline.svg and kept_channels.svg.
+"""Draw the pictures that README and docs show, into docs/assets.
 
-    make compile && .venv/bin/python tools/docs_pictures.py runs/compile
+    .venv/bin/python tools/docs_pictures.py                                   slicing.svg, group.svg
+    make compile && .venv/bin/python tools/docs_pictures.py runs/compile      headline.svg and kept_channels.svg, too
 
 The words around them (README.md, docs/index.md, docs/guides/reading_a_report.md) hold the same run's figures.
 """
@@ -12,23 +13,16 @@ import json
 from pathlib import Path
 from typing import Any
 
+from markupsafe import Markup
+
 from smcp_fx.report.bars import channel_bars
 from smcp_fx.report.formats import milliseconds, percent
 from smcp_fx.report.schema import LayerRow
-from smcp_fx.report.svg import Markup, element, line, picture, rect, text
+from smcp_fx.report.svg import dot, line, picture, rect, text
+from smcp_fx.report.trade_off import as_file
 from smcp_fx.texts import significant
 
 ASSETS = Path(__file__).parents[1] / "docs" / "assets"
-_STYLE = (
-    "svg{--paper:#fcfcfb;--ink:#15181d;--soft:#59616e;--grey:#c3c8d0;--blue:#1d5fc4}"
-    'text{font:15px system-ui,-apple-system,"Segoe UI",Roboto,"Noto Sans",Arial,sans-serif;fill:var(--soft)}'
-    ".bold{font-weight:650;fill:var(--ink)}.number{font-size:20px;font-weight:650;fill:var(--ink)}.note{font-size:14px}"
-    ".wide text{font-size:12px}.wide .label{fill:var(--ink)}.paper{fill:var(--paper)}.bar-dense{fill:var(--grey)}"
-    ".bar-pruned{fill:var(--blue)}.grid{stroke:var(--grey);stroke-opacity:.5}.baseline{stroke:var(--soft)}"
-    ".target{stroke:var(--ink);stroke-width:1.5;stroke-dasharray:4 3}"
-    "@media (prefers-color-scheme:dark)"
-    "{svg{--paper:#101317;--ink:#e8ebef;--soft:#9ba5b3;--grey:#4a525e;--blue:#74abff}}"
-)
 
 
 def headline(report: dict[str, Any]) -> Markup:
@@ -55,6 +49,55 @@ def headline(report: dict[str, Any]) -> Markup:
     return picture(720, 232, _told(report), [*body, text(24, 212, words, "note")])
 
 
+def slicing() -> Markup:
+    """The weights of two layers, masked and sliced: rows of the writer and columns of the reader go together."""
+    gone, body = {1, 4}, [text(24, 28, "masked", "bold"), text(424, 28, "sliced", "bold")]
+    for left, shown in ((24, [*range(6)]), (424, [i for i in range(6) if i not in gone])):
+        kinds = ["bar-dense" if i in gone else "bar-pruned" for i in shown]
+        for row, kind in enumerate(kinds):
+            body += [rect(left + 22 * column, 66 + 22 * row, 20, 20, kind, rx=2) for column in range(4)]
+            body += [rect(left + 150 + 22 * row, 66 + 22 * column, 20, 20, kind, rx=2) for column in range(5)]
+        body.append(text(left, 56, "A: a row a channel", "label"))
+        body.append(text(left + 150, 56, "B: a column a channel", "label"))
+    body.append(text(372, 126, "\N{RIGHTWARDS ARROW}", "number"))
+    words = "Grey: a mask multiplies B's columns by 0: nothing reads these channels. Sliced, outputs are the same."
+    return picture(760, 240, "Masks and slices of two layers", [*body, text(24, 226, words, None)])
+
+
+def group() -> Markup:
+    """A residual block: which channels of its layers are one group, and which slots are one unit."""
+    body = [text(24, 28, "group conv0", "series s0"), text(150, 28, "group conv1", "series s1")]
+    body.append(text(276, 28, "outlined: the slots of one unit, which go together", "label"))
+    for index, (name, ends) in enumerate(
+        (("conv0", ".0"), ("conv1", "01"), ("conv2", "10"), ("conv3", "0."))
+    ):
+        left = 24 + 186 * index
+        body += [
+            rect(left, 84, 120, 104, "paper baseline", rx=6),
+            text(left + 60, 140, name, "label", "middle"),
+        ]
+        for at, end in zip((left + 8, left + 94), ends, strict=True):
+            for row in range(4):
+                class_ = "paper baseline" if end == "." else f"mark s{end}"
+                body.append(rect(at, 92 + 23 * row, 18, 18, class_, rx=3))
+            if end == "0":
+                body.append(rect(at - 3, 112, 24, 24, "outline", rx=5))
+        if index:
+            body.append(line(left - 66, 136, left, 136, "baseline"))
+    body += [line(177, 136, 177, 60, "baseline"), line(177, 60, 549, 60, "baseline")]
+    body += [
+        line(549, 60, 549, 126, "baseline"),
+        dot(549, 136, 11, "paper baseline"),
+        text(549, 141, "+", "bold", "middle"),
+    ]
+    words = (
+        "The sum ties what conv0 and conv2 write, channel by channel; conv1 and conv3 read it.",
+        "What conv1 writes, conv2 alone reads: a group of its own.",
+    )
+    body += [text(24, 218 + 20 * index, each, None) for index, each in enumerate(words)]
+    return picture(760, 254, "A group and a unit of a residual block", body)
+
+
 def _name(report: dict[str, Any]) -> str:
     return str(report["model"]).rpartition(":")[2].replace("resnet", "ResNet-")
 
@@ -67,31 +110,22 @@ def _told(report: dict[str, Any]) -> str:
     return f"{_name(report)} on the digits: {sides[0]} before, {sides[1]} after"
 
 
-def _file(drawing: Markup) -> str:
-    """An SVG file of its own: name space, style and paper."""
-    head, _, rest = drawing.partition("</title>")
-    style = element("style", Markup(_STYLE)) + rect(0, 0, 2000, 2000, "paper")
-    return (
-        head.replace("<svg ", '<svg xmlns="http://www.w3.org/2000/svg" ', 1)
-        + "</title>"
-        + style
-        + rest
-        + "\n"
-    )
-
-
 def main() -> None:
-    """Draw both."""
+    """Draw them."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("folder", type=Path, help="of a compile run")
-    report = json.loads((parser.parse_args().folder / "report.json").read_text(encoding="utf-8"))
-    kept = channel_bars([LayerRow(**row) for row in report["layers"]])
-    assert kept is not None
-    (ASSETS / "headline.svg").write_text(_file(headline(report)), encoding="utf-8")
-    (ASSETS / "kept_channels.svg").write_text(_file(kept), encoding="utf-8")
-    print(_told(report))
+    parser.add_argument("folder", type=Path, nargs="?", help="of a compile run")
+    folder = parser.parse_args().folder
+    drawn = {"slicing": as_file(slicing()), "group": as_file(group())}
+    if folder is not None:
+        report = json.loads((folder / "report.json").read_text(encoding="utf-8"))
+        kept = channel_bars([LayerRow(**row) for row in report["layers"]])
+        assert kept is not None
+        drawn |= {"headline": as_file(headline(report), 15), "kept_channels": as_file(kept)}
+        print(_told(report))
+    for name, drawing in drawn.items():
+        (ASSETS / f"{name}.svg").write_text(drawing + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -31,6 +31,7 @@ RECORD = HERE.parent / "docs" / "records" / "onnx_files.jsonl"
 PAGE = HERE.parent / "docs" / "results" / "onnx_files.md"
 #: Exporter and opset; the first two are pruned, the others imported and prepared.
 _WAYS = (("script", 13), ("dynamo", 18), ("script", 11), ("script", 17), ("script", 20), ("dynamo", 20))
+_TIMM_WAYS = (("script", 17), ("dynamo", 18))
 _TORCHVISION = (
     "resnet18", "mobilenet_v2", "mobilenet_v3_small", "efficientnet_b0", "densenet121", "squeezenet1_1",
     "shufflenet_v2_x0_5", "regnet_y_400mf", "convnext_tiny", "vgg11_bn", "mnasnet0_5", "swin_t",
@@ -39,6 +40,8 @@ _TIMM = (
     "vit_tiny_patch16_224", "convnext_atto", "ghostnet_100", "levit_128s", "edgenext_xx_small", "poolformer_s12",
     "mixer_s32_224", "repvgg_a0", "efficientformerv2_s0", "mobilevit_xxs", "gmlp_ti16_224", "res2net50_14w_8s",
 )  # fmt: skip
+#: What these names hold takes images of no other size.
+_OF_224 = ("224", "levit", "efficientformer", "swin")
 #: Target of the pruning, a share of the FLOPs; inputs that it is repaired on; seconds of one file.
 TARGET, _BATCHES, _LIMIT = 0.7, 2, 900
 
@@ -109,9 +112,9 @@ def _given(file: Path) -> tuple[Maker, bool]:
 def makers() -> dict[str, tuple[Maker, bool]]:
     """Return what writes each file into a folder, by name, and whether the file is pruned."""
     found: dict[str, tuple[Maker, bool]] = {}
-    for library, names in (("torchvision", _TORCHVISION), ("timm", _TIMM)):
+    for library, names, ways in (("torchvision", _TORCHVISION, _WAYS), ("timm", _TIMM, _TIMM_WAYS)):
         for name in names:
-            for index, (exporter, opset) in enumerate(_WAYS):
+            for index, (exporter, opset) in enumerate(ways):
                 key = f"{library}:{name} {exporter} {opset}"
                 found[key] = (_exported(f"{library}:{name}", exporter, opset), index < 2)
     for key in ("tagger", "unet", "half", "external"):
@@ -127,9 +130,7 @@ def _exported(spec: str, exporter: str, opset: int) -> Maker:
 
         model = build_model(spec).eval()
         randomise(model)
-        return export(
-            model, 224 if spec.startswith("timm:") or "swin" in spec else 128, folder, exporter, opset
-        )
+        return export(model, 224 if any(part in spec for part in _OF_224) else 128, folder, exporter, opset)
 
     return write
 
@@ -238,23 +239,12 @@ def run(key: str, maker: Maker, prunes: bool) -> dict[str, Any]:
 
 def _pruned(prepared: Any, model: Any, folder: Path) -> dict[str, Any]:
     """Prune a prepared network to the target, repair it, and export it, which compares it in ONNX Runtime."""
-    import torch
-
     import smcp_fx
-    from smcp_fx.calibration.compress import first_order
 
     interface = model.meta["onnx"]
     shapes = tuple(tuple(t.shape) for t in model.example_input_array)
     batches = [(interface.random_inputs(shapes, seed), None) for seed in range(_BATCHES)]
-
-    def loss(outputs: Any, _: Any) -> Any:  # of a random projection: defined for any output
-        generator = torch.Generator().manual_seed(0)
-        found = [v for v in torch.utils._pytree.tree_leaves(outputs) if isinstance(v, torch.Tensor)]
-        drawn = [torch.randn(v.shape, generator=generator) for v in found if v.is_floating_point()]
-        floats = [v for v in found if v.is_floating_point()]
-        return sum((v * d).sum() / v.numel() ** 0.5 for v, d in zip(floats, drawn, strict=True))
-
-    first_order(prepared, batches, loss)  # the repair is of interest here, not the choice
+    smcp_fx.gather_importance(prepared, batches, outputs="values")
     prepared.pruner.solve()
     smaller = smcp_fx.convert(prepared)
     smcp_fx.repair(smaller, prepared, batches)

@@ -21,6 +21,7 @@ def attempt_detector(entry: Entry, row: dict[str, Any]) -> None:
     from torch.utils import _pytree as pytree
 
     import smcp_fx
+    from smcp_fx.config import MethodConfig
 
     torch.set_num_threads(1)
     torch.manual_seed(0)
@@ -33,9 +34,7 @@ def attempt_detector(entry: Entry, row: dict[str, Any]) -> None:
     row["stage"] = "prepare"
     times = timed_stages()
     started = time.perf_counter()
-    prepared = smcp_fx.prepare(
-        model, (images,), config=smcp_fx.PruningConfig(multiple=1, batch_norm_scaling=True)
-    )
+    prepared = smcp_fx.prepare(model, (images,), config=MethodConfig(multiple=1, batch_norm_scaling=True))
     row.update(prepare_s=time.perf_counter() - started, trace_s=times["trace"], graph_s=times["build"])
     row.update(peak_gib=(peak() - before) / 2**20, regions=list(prepared.regions))
     row.update(describe(prepared))

@@ -20,6 +20,7 @@ def attempt(entry: Entry, row: dict[str, Any], onnx: bool, strength: float | Non
     import torch
 
     import smcp_fx
+    from smcp_fx.config import MethodConfig
 
     torch.set_num_threads(1)
     torch.manual_seed(0)
@@ -32,9 +33,7 @@ def attempt(entry: Entry, row: dict[str, Any], onnx: bool, strength: float | Non
     row["stage"] = "prepare"
     times = timed_stages()
     started = time.perf_counter()
-    prepared = smcp_fx.prepare(
-        model, inputs, config=smcp_fx.PruningConfig(multiple=1, batch_norm_scaling=True)
-    )
+    prepared = smcp_fx.prepare(model, inputs, config=MethodConfig(multiple=1, batch_norm_scaling=True))
     row.update(prepare_s=time.perf_counter() - started, trace_s=times["trace"], graph_s=times["build"])
     row.update(peak_gib=(peak() - before) / 2**20, nodes=len(prepared.graph.nodes))
     row.update(describe(prepared))
@@ -218,10 +217,11 @@ def fitting_inputs(entry: Entry, model: Any) -> tuple[Any, ...]:
 def calm(entry: Entry, inputs: tuple[Any, ...], masks: dict[str, Any], many: tuple[Any, ...]) -> Any:
     """Return the entry's sliced model with batch norms of `CALM` strength."""
     import smcp_fx
+    from smcp_fx.config import MethodConfig
 
     model = entry.build()
     randomise(model, CALM)
-    config = smcp_fx.PruningConfig(multiple=1, batch_norm_scaling=True)
+    config = MethodConfig(multiple=1, batch_norm_scaling=True)
     prepared = smcp_fx.prepare(model.eval(), inputs, config=config)
     prepared.set_masks(masks)
     calibrate(prepared, many)

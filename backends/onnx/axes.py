@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
+import io
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -118,7 +120,8 @@ def other_sizes(model: nn.Module, inputs: Sequence[Tensor], axes: Axes) -> Itera
                 changed[name] = max(size * up // down, 1) if size * up // down != size else size + 1
         other = resized(inputs, axes, changed)
         try:
-            with torch.no_grad(), eval_mode(model):
+            # A graph module prints its code where it fails.
+            with torch.no_grad(), eval_mode(model), contextlib.redirect_stderr(io.StringIO()):
                 model(*_copies(other))
         except Exception:  # a model raises whatever it does for sizes that it was not made for
             continue

@@ -14,7 +14,7 @@ import json
 import logging
 import os
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -36,13 +36,16 @@ from smcp_fx.backends.onnx.checking import compare_with_module, eval_mode
 from smcp_fx.backends.onnx.clean import clean_model
 from smcp_fx.backends.onnx.naming import name_axes, name_values
 from smcp_fx.backends.onnx.opset import lower_opset
+from smcp_fx.backends.onnx.recurrent import TRANSLATIONS, WholeRecurrentLayers, fold_weights
 from smcp_fx.backends.onnx.refusals import explain
-from smcp_fx.errors import BackendError, InputError
+from smcp_fx.errors import BackendError, InputError, SmcpError
+from smcp_fx.interface.positional import flattened, returning_tensors
+from smcp_fx.interface.wrapping import is_prepared
 from smcp_fx.storage.files import check_replaceable
+from smcp_fx.tracing.example_runs import first_line
 from smcp_fx.tracing.modes import left_out
 from smcp_fx.tracing.names import any_names
-from smcp_fx.tracing.positional import flattened
-from smcp_fx.tracing.wrapping import is_prepared
+from smcp_fx.tracing.recurrent import projects
 
 DEFAULT_OPSET = 20
 OLDEST_OPSET = 17
@@ -91,19 +94,19 @@ def export_onnx(
         raise BackendError(f"cannot write {path}: {error.strerror}") from error
     model, inputs, known = flattened(model, example_inputs)
     names = known if input_names is None else input_names
+    with eval_mode(model):
+        model, fields = returning_tensors(model, inputs)
+    output_names = fields if output_names is None else output_names
     if precision is not None:
         model, inputs = in_precision(model, inputs, precision)
 
-    def write(axes: Axes) -> Path:
-        proto = _model_proto(model, inputs, axes, opset)
+    def finish(proto: onnx.ModelProto) -> None:
         name_values(proto, names, output_names)
         for key, value in {"producer": "smcp_fx", **(metadata or {})}.items():
             proto.metadata_props.add(key=key, value=value if isinstance(value, str) else json.dumps(value))
-        with _replacing(path) as scratch:
-            scratch.write_bytes(_serialise(proto))
-            if check:
-                compare_with_module(scratch, model, [inputs, *_at_other_sizes(model, inputs, axes)])
-        return path
+
+    def write(axes: Axes) -> Path:
+        return write_checked(model, inputs, path, axes, opset, finish, check)
 
     if dynamic_axes is not None:
         if not dynamic_batch:
@@ -118,6 +121,25 @@ def export_onnx(
         with contextlib.suppress(BackendError):  # nobody asked for it
             return write(images)
     return write(batch_axes(inputs))
+
+
+def write_checked(
+    model: nn.Module,
+    inputs: tuple[Tensor, ...],
+    path: Path,
+    axes: Axes,
+    opset: int | None,
+    finish: Callable[[onnx.ModelProto], None],
+    check: bool = True,
+) -> Path:
+    """Write a model with these open axes, as `export_onnx` does; ``finish`` names what is in it. Returns the path."""
+    proto = _model_proto(model, inputs, axes, opset)
+    finish(proto)
+    with _replacing(path) as scratch:
+        scratch.write_bytes(_serialise(proto))
+        if check:
+            compare_with_module(scratch, model, [inputs, *_at_other_sizes(model, inputs, axes)])
+    return path
 
 
 def _at_other_sizes(model: nn.Module, inputs: tuple[Tensor, ...], axes: Axes) -> list[tuple[Tensor, ...]]:
@@ -146,8 +168,9 @@ def _fewer(model: nn.Module, axes: Axes) -> str:
             " If the network only works for one batch size, pass dynamic_batch=False; if an input has its batch on "
             "another axis, dynamic_axes={'x': {0: 'batch'}, 'state': {1: 'batch'}}."
         )
-    recurrent = any(isinstance(module, nn.RNNBase) for module in model.modules())
-    steps = " Recurrent layers are written step by step, for one number of steps." if recurrent else ""
+    steps = ""
+    if any(projects(module) for module in model.modules()):
+        steps = " Recurrent layers with a projection are written step by step, for one number of steps."
     return f"{steps} Leave fewer axes open in dynamic_axes."
 
 
@@ -178,7 +201,11 @@ def _model_proto(
         program = _export_program(model, inputs, axes)
         try:
             exported = torch.onnx.export(
-                program, dynamo=True, opset_version=max(opset, _EXPORTER_OPSET), verbose=False
+                program,
+                dynamo=True,
+                opset_version=max(opset, _EXPORTER_OPSET),
+                verbose=False,
+                custom_translation_table=TRANSLATIONS,
             )
         except Exception as error:
             fixed = " Try dynamic_batch=False, which makes all sizes constants." if any(axes) else ""
@@ -186,6 +213,7 @@ def _model_proto(
         if exported is None:  # pragma: no cover - the dynamo exporter always returns a program
             raise BackendError("torch.onnx.export returned no program")
         proto = exported.model_proto
+        fold_weights(proto)
         clean_model(proto)
         name_axes(proto, axes)
         if opset < _EXPORTER_OPSET:
@@ -239,9 +267,10 @@ def _export_program(model: nn.Module, inputs: tuple[Tensor, ...], axes: Axes) ->
     single = {
         n for tensor, own in zip(inputs, axes, strict=True) for a, n in own.items() if tensor.shape[a] < 2
     }
-    inputs = resized(inputs, axes, dict.fromkeys(single, 2))
+    # Copies: torch.export marks a tensor's open axes on the tensor, for a second export of it, too.
+    inputs = tuple(tensor.clone() for tensor in resized(inputs, axes, dict.fromkeys(single, 2)))
     try:
-        with FourDimensionalAttention():
+        with FourDimensionalAttention(), WholeRecurrentLayers():
             return torch.export.export(
                 _plain_class(model),
                 inputs,
@@ -249,10 +278,23 @@ def _export_program(model: nn.Module, inputs: tuple[Tensor, ...], axes: Axes) ->
                 strict=False,
             )
     except Exception as error:
+        _require_runs(model, inputs, given)
         first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise BackendError(
             f"torch.export cannot capture {type(model).__name__} on inputs of shapes {given}: {first}."
             f"{_fewer(model, axes)}"
+        ) from error
+
+
+def _require_runs(model: nn.Module, inputs: tuple[Tensor, ...], given: list[tuple[int, ...]]) -> None:
+    """Raise `InputError` where the model does not take inputs like the ``given`` ones, and its errors of the call."""
+    try:
+        model(*(tensor.clone() for tensor in inputs))
+    except SmcpError:
+        raise
+    except Exception as error:
+        raise InputError(
+            f"{type(model).__name__} does not run on example inputs of shapes {given}: {first_line(error)}"
         ) from error
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -12,7 +13,7 @@ from torch import Tensor, nn
 from smcp_fx.backends.base import Array
 from smcp_fx.backends.onnx.blocks import BlockModels
 from smcp_fx.backends.onnx.calibrated import CalibratedBackend
-from smcp_fx.backends.onnx.export import export_model_proto, write_model
+from smcp_fx.backends.onnx.export import export_model_proto, export_onnx, write_model
 from smcp_fx.backends.onnx.quantization import quantised_block, without_instructions
 from smcp_fx.backends.timing.fading import fading_half_ms
 from smcp_fx.backends.timing.quiet import require_core
@@ -44,7 +45,11 @@ class ProcessorBackend(CalibratedBackend):
 
     def try_export(self, module: nn.Module, example_inputs: tuple[Tensor, ...]) -> None:
         """Export ``module`` as `compile` does, and throw the result away."""
-        export_model_proto(module, example_inputs, opset=self.opset)
+        if self.writer is None:
+            export_model_proto(module, example_inputs, opset=self.opset)
+            return
+        with tempfile.TemporaryDirectory() as folder:
+            self._written(module, example_inputs, Path(folder) / "tried.onnx")
 
     def expect_blocks(self, blocks: Sequence[Block]) -> None:
         """Export them together."""
@@ -65,6 +70,14 @@ class ProcessorBackend(CalibratedBackend):
         model = export_model_proto(module, example_inputs, opset=self.opset, dynamic_batch=False)
         model, remarks = self._quantised(model) if self.calibrated else (model, ())
         return model.SerializeToString(), remarks
+
+    def _written(self, module: nn.Module, example_inputs: tuple[Tensor, ...], path: Path | str) -> Path:
+        """Write a checked file, in float."""
+        if self.writer is None:
+            return export_onnx(module, example_inputs, path, opset=self.opset)
+        half = self.precision == "fp32"
+        found: Path = self.writer.write(module, example_inputs, Path(path), self.opset, half)
+        return found
 
     def _quantised_file(self, path: Path) -> tuple[str, ...]:
         """Quantise a float file in its place, for INT8; return the remarks."""

@@ -21,7 +21,6 @@ from smcp_fx.backends.base import (
     to_arrays,
 )
 from smcp_fx.backends.onnx.context import random_feed
-from smcp_fx.backends.onnx.export import export_onnx
 from smcp_fx.backends.onnx.processor import ProcessorBackend
 from smcp_fx.backends.onnxruntime.blocks import BLOCK_TIMING, measure_block
 from smcp_fx.backends.onnxruntime.overhead import overhead
@@ -66,6 +65,7 @@ class OnnxRuntimeEngine(Engine):
             self._model, session_options(threads, spinning), device
         )
         self.input_names = [value.name for value in self._session.get_inputs()]
+        self._halves = {value.name for value in self._session.get_inputs() if value.type == "tensor(float16)"}
         self.output_names = [value.name for value in self._session.get_outputs()]
 
     def run(self, inputs: Sequence[Array]) -> list[Array]:
@@ -98,7 +98,10 @@ class OnnxRuntimeEngine(Engine):
     def _feed(self, inputs: Sequence[Array]) -> dict[str, Array]:
         if len(inputs) != len(self.input_names):
             raise InputError(f"the network has {len(self.input_names)} inputs, {len(inputs)} were given")
-        return dict(zip(self.input_names, inputs, strict=True))
+        return {
+            name: array.astype(np.float16) if name in self._halves else array
+            for name, array in zip(self.input_names, inputs, strict=True)
+        }
 
 
 class OnnxRuntimeBackend(ProcessorBackend):
@@ -155,14 +158,18 @@ class OnnxRuntimeBackend(ProcessorBackend):
             model, remarks = self._exported(module, example_inputs)
             engine = self._engine(model, example_inputs)
         else:
-            remarks = self._quantised_file(export_onnx(module, example_inputs, path, opset=self.opset))
+            remarks = self._quantised_file(self._written(module, example_inputs, path))
             engine = self.open(path, example_inputs)
         engine.remarks = remarks
         return engine
 
     def full_precision(self) -> OnnxRuntimeBackend | None:
         """Return the same in float32; None where this is."""
-        return OnnxRuntimeBackend(self.threads, self.spinning, self.opset) if self.calibrated else None
+        if not self.calibrated:
+            return None
+        plain = OnnxRuntimeBackend(self.threads, self.spinning, self.opset)
+        plain.writer = self.writer
+        return plain
 
     def open(self, path: Path | str, example_inputs: Sequence[Tensor | Array] = ()) -> OnnxRuntimeEngine:
         """Load an existing ONNX file."""

@@ -15,7 +15,6 @@ from torch import Tensor, nn
 
 from smcp_fx.backends.base import Array, BlockLatency, Engine, Fingerprint, cpu_name, to_arrays
 from smcp_fx.backends.onnx.checking import compare_outputs, eval_mode, flatten_outputs, random_inputs
-from smcp_fx.backends.onnx.export import export_onnx
 from smcp_fx.backends.onnx.processor import ProcessorBackend
 from smcp_fx.backends.openvino.blocks import BLOCK_TIMING, measure_block
 from smcp_fx.backends.openvino.overhead import overhead
@@ -129,7 +128,7 @@ class OpenVINOBackend(ProcessorBackend):
             model, remarks = self._exported(module, example_inputs)
             engine = self._engine(model, example_inputs)
         else:
-            file = export_onnx(module, example_inputs, path)
+            file = self._written(module, example_inputs, path)
             remarks = self._quantised_file(file)
             with _writing(file, example_inputs) as xml, self._engine(xml, example_inputs) as scratch:
                 self._compare(scratch, module, example_inputs)
@@ -139,7 +138,11 @@ class OpenVINOBackend(ProcessorBackend):
 
     def full_precision(self) -> OpenVINOBackend | None:
         """Return the same in float32; None where this is."""
-        return None if self.precision == "fp32" else OpenVINOBackend(self.threads)
+        if self.precision == "fp32":
+            return None
+        plain = OpenVINOBackend(self.threads)
+        plain.writer = self.writer
+        return plain
 
     def open(self, path: Path | str, example_inputs: Sequence[Tensor | Array] = ()) -> OpenVINOEngine:
         """Load a file that is there already."""

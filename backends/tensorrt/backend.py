@@ -186,6 +186,8 @@ class TensorRTBackend(CalibratedBackend):
         arrays = [array.copy() for array in to_arrays(inputs)]  # the module may write into its inputs
         expected, remarks = reference_outputs(module, inputs), tuple[str, ...]()
         model = export_model_proto(module, example_inputs, opset=OPSET, dynamic_batch=False)
+        if self.writer is not None:
+            self.writer.name(model)
         names = [value.name for value in model.graph.output]
         if self.calibrated:
             compare_outputs(self._outputs(model, arrays), expected, names)

@@ -13,7 +13,10 @@ import numpy as np
 
 from smcp_fx.allocation.problem import Array, CoupledProblem, Ints
 from smcp_fx.cost_model import NetworkCost
-from smcp_fx.errors import InfeasibleBudgetError, InputError
+from smcp_fx.errors import InputError
+
+#: Capacities that are tried.
+_TRIALS = 13
 
 
 def linearised(
@@ -55,14 +58,26 @@ def linearised(
 def paper_choice(
     cost: NetworkCost, problem: CoupledProblem, values: list[Array], budget: float, current: Mapping[str, int]
 ) -> Ints:
-    """Return the optimal choice of the linearised problem, or the cheapest one if none fits the capacity."""
+    """Return the optimal choice of the linearised problem.
+
+    Its capacity is wrong where neighbours move far: no choice fits, or one that costs more than the budget. Then the
+    capacity is the largest found at which the true cost is within the budget; without one, the cheapest is taken.
+    """
     # imported here: only this method needs the knapsack solver and torch
     from smcp_fx.knapsack import solve_knapsack
 
     costs, constant = linearised(cost, problem, current)
     if not costs:
         return np.zeros(0, np.int64)
-    try:
-        return np.array(solve_knapsack(values, costs, budget - constant).choices, np.int64)
-    except InfeasibleBudgetError:
-        return np.array([int(np.argmin(c)) for c in costs], np.int64)
+    best = np.array([int(np.argmin(c)) for c in costs], np.int64)
+    low, high = (sum(float(end(c)) for c in costs) for end in (np.min, np.max))
+    capacity = budget - constant
+    for trial in range(_TRIALS):
+        if low <= capacity:
+            choice = np.array(solve_knapsack(values, costs, capacity).choices, np.int64)
+            fits = cost.cost(problem.counts(choice)) <= budget
+            if fits and not trial:
+                return choice
+            low, high, best = (capacity, high, choice) if fits else (low, capacity, best)
+        capacity = (low + high) / 2
+    return best

@@ -50,13 +50,13 @@ def allocate(
         budget: the most T may be, in ``cost.unit``.
         method: ``"coupled"`` prices in- and out-channels together. ``"paper"`` solves SMCP's linearised
             problem, each layer priced at its consumers' ``current`` counts: for comparison, since its true
-            cost may miss the budget either way.
+            cost may be far below the budget.
         current: the neighbours' counts for ``"paper"``; the full sizes by default.
         start: permitted counts to improve on as well, such as the last allocation; kept on a tie.
 
     Raises:
         InputError: an argument does not fit ``cost``.
-        InfeasibleBudgetError: no permitted counts were found within the budget (``"coupled"`` only).
+        InfeasibleBudgetError: no permitted counts were found within the budget.
 
     >>> from smcp_fx.cost_model import CostTerm, NetworkCost, Width
     >>> a, b = Width(groups=(("a", 1),)), Width(groups=(("b", 1),))
@@ -76,7 +76,9 @@ def allocate(
     arrays = value_arrays(problem, values)
     bound = math.inf
     if method == "paper":
-        choice = paper_choice(cost, problem, arrays, budget, current or cost.full_counts)
+        cap = budget + BUDGET_TOLERANCE * abs(budget)
+        _require_reachable(problem, arrays, budget, cap, cost.unit)
+        choice = paper_choice(cost, problem, arrays, cap, current or cost.full_counts)
     else:
         choice, bound, split = node_choice(problem, arrays, budget, cost.unit, _options(problem, start))
         named = dict(zip(problem.groups, arrays, strict=True))
@@ -156,12 +158,7 @@ def node_choice(
         (descend(moves, point) for point in (cheapest.positions[: len(values)], *starts)), key=moves.cost
     )
     if moves.cost(smallest) > cap:
-        raise InfeasibleBudgetError(
-            f"no permitted counts cost {budget:g} {unit} or less: the smallest reachable cost is "
-            f"{moves.cost(smallest):g} {unit}; raise the budget, or permit smaller counts",
-            smallest=moves.cost(smallest),
-            budget=budget,
-        )
+        raise _infeasible(moves.cost(smallest), budget, unit)
     if moves.value(most) <= moves.value(smallest):
         return smallest, moves.value(smallest), None
     costs = moves.cost(smallest), moves.cost(most)
@@ -176,6 +173,25 @@ def node_choice(
     # The secant's first two points lie on either side of the budget; with loosened sums there are none.
     split = None if elimination.links else _between(problem, *dual.visited[:2])
     return improve(moves, best, cap, dual.multiplier, scale), bound, split
+
+
+def _require_reachable(
+    problem: CoupledProblem, values: list[Array], budget: float, cap: float, unit: str
+) -> None:
+    """Raise `InfeasibleBudgetError` where the smallest counts cost too much, and no step from them costs less."""
+    moves = Moves(problem, values)
+    smallest = moves.cost(descend(moves, np.zeros(len(values), np.int64)))
+    if smallest > cap:
+        raise _infeasible(smallest, budget, unit)
+
+
+def _infeasible(smallest: float, budget: float, unit: str) -> InfeasibleBudgetError:
+    return InfeasibleBudgetError(
+        f"no permitted counts cost {budget:g} {unit} or less: the smallest reachable cost is {smallest:g} {unit}; "
+        "raise the budget, or permit smaller counts",
+        smallest=smallest,
+        budget=budget,
+    )
 
 
 def _between(problem: CoupledProblem, high: Ints, low: Ints) -> Split:

@@ -1,6 +1,7 @@
 """Making a pruned network good again from data alone, without training."""
 
 from smcp_fx.calibration.batch_norms import recalibrate
+from smcp_fx.calibration.candidates import solve_best
 from smcp_fx.calibration.compress import compress
 from smcp_fx.calibration.gathering import gather_halfway, gather_importance
 from smcp_fx.calibration.repair import repair
@@ -14,4 +15,5 @@ __all__ = [
     "gather_importance",
     "recalibrate",
     "repair",
+    "solve_best",
 ]

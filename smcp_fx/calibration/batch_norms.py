@@ -12,9 +12,9 @@ from torch.overrides import TorchFunctionMode
 
 from smcp_fx.calibration.batches import device_of, each_batch, run_batch
 from smcp_fx.errors import InputError
+from smcp_fx.interface.wrapping import unwrapped
+from smcp_fx.masking.kept_statistics import batch_norm_over_kept
 from smcp_fx.outcomes import in_mode
-from smcp_fx.tracing.kept_statistics import batch_norm_over_kept
-from smcp_fx.tracing.wrapping import unwrapped
 
 _SIGNATURES = {norm: inspect.signature(norm) for norm in (F.batch_norm, batch_norm_over_kept)}
 

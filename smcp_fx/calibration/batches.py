@@ -18,7 +18,7 @@ from torch.utils import _pytree as pytree
 
 from smcp_fx.errors import InputError, SmcpError
 from smcp_fx.regions import Joined, joined_inputs
-from smcp_fx.tracing.example_inputs import parameters_of
+from smcp_fx.tracing.call_forms import parameters_of
 from smcp_fx.tracing.example_runs import first_line, run_eager
 
 #: Most bytes of batches, or of the values computed from them, that are held at a time. Chosen, not measured.

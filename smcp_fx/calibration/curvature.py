@@ -40,6 +40,8 @@ class Curvature:
 
     def add(self, batch: Batch, loss: Callable[[Any], Tensor], counted: Tensor) -> None:
         """Run the network on a batch forward and backward, and gather; ``counted`` [images] bool: which images."""
+        if not self._changes:
+            return
         found: dict[tuple[str, int], Tensor] = {}
 
         def see(run: Run) -> Tensor | None:

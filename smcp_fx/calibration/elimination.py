@@ -33,10 +33,12 @@ from smcp_fx.prepared import PreparedModel
 #: Added to each variance: at least this share of the inputs' mean variance, and so many times the rounding of their
 #: mean square. Chosen, not measured.
 _RIDGE, _ROUNDINGS = 1e-3, 16
+#: Larger ridges that are tried where that is too small.
+_TRIES = 12
 #: One in this many of the remaining channels goes at a time, but at least one. Chosen, not measured.
 _AT_ONCE = 32
 #: Shares of a group at which its readers' fitted weights are kept.
-_STOPS = (0.9, 0.75, 0.5, 0.25)
+STOPS = (0.9, 0.75, 0.5, 0.25)
 
 
 @dataclass(frozen=True)
@@ -157,7 +159,7 @@ class Elimination:
 
         with watching(self.whole, self.readers, see), torch.set_grad_enabled(loss is not None):
             outputs = run_batch(self.whole, batch)
-        if loss is None:
+        if loss is None or not gradients:
             return
         loss(outputs).backward()  # type: ignore[no-untyped-call]
         for reader, mine in gradients.items():
@@ -190,7 +192,7 @@ class Elimination:
             return None
         alive, gone = self._state.of_group(self._there, group).clone(), []
         size, counts, rises, refits = alive.numel(), [int(alive.sum())], [0.0], list[Refit]()
-        stops = [max(1, round(share * counts[0])) for share in _STOPS]
+        stops = [max(1, round(share * counts[0])) for share in STOPS]
         while left := int(alive.sum()):
             costs = torch.zeros(size, dtype=torch.float64)
             for part in parts:
@@ -249,8 +251,18 @@ def _part(reader: Reader, mine: Tensor, images: int) -> _Part:
         variance = (weight * (covariance @ weight)).sum(1, keepdim=True)
         heed = 1 / (variance + ridge * weight.square().sum(1, keepdim=True)).clamp(min=tiny)
     covariance.diagonal(dim1=-2, dim2=-1).add_(ridge[..., 0])
-    inverse = torch.cholesky_inverse(torch.linalg.cholesky(covariance))
-    return _Part(reader, found[0].cpu(), found[1], inverse, weight, heed)
+    return _Part(reader, found[0].cpu(), found[1], _inverse(covariance, rounding), weight, heed)
+
+
+def _inverse(covariance: Tensor, rounding: Tensor) -> Tensor:
+    """Return the inverse; where products rounded more than estimated, [groups], with a larger ridge."""
+    for _ in range(_TRIES):
+        factor, failed = torch.linalg.cholesky_ex(covariance)
+        if not bool(failed.any()):
+            return torch.cholesky_inverse(factor)
+        rounding = 4 * rounding
+        covariance = covariance + torch.diag_embed(rounding[:, None].expand(covariance.shape[:-1]))
+    return torch.cholesky_inverse(torch.linalg.cholesky(covariance))
 
 
 def _shrinkage(covariance: Tensor, rows: int) -> Tensor:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from smcp_fx.calibration.batches import MEMORY, Batch, again, device_of, each_batch, number_of, run_batch
+from smcp_fx.calibration.candidates import FOLD
 from smcp_fx.calibration.curvature import Curvature, corrected
 from smcp_fx.calibration.elimination import Elimination, Order
 from smcp_fx.calibration.objective import Loss, Objective
@@ -32,8 +33,6 @@ _logger = logging.getLogger(__name__)
 
 #: Shares of the time after which inputs are gathered, and channels in order; the rest is for rises. Estimates.
 _SHARES = (0.5, 0.7)
-#: One image in so many is held out of the fits, to tell what they raise the loss by. Chosen, not measured.
-FOLD = 4
 
 
 def gather_importance(
@@ -79,7 +78,7 @@ def gather_importance(
     elimination = Elimination(
         prepared, trained_graph(prepared), torch.ones_like(state.keep), number_of(batches)
     )
-    orders = _weigh(elimination, state, batches, objective, weighing)
+    orders = weigh(elimination, state, batches, objective, weighing)
     if orders and all(order.rises is not None and not order.rises.any() for order in orders.values()):
         raise InputError(
             "no channel matters to the loss of these batches: are all inputs, or all outputs, zero? Or are the "
@@ -142,7 +141,7 @@ def gather_halfway(
     repair(network[1], prepared, batches, progress=repairing)
     elimination = Elimination(prepared, network, there, number_of(batches))
     objective = Objective(prepared, loss, outputs, quiet=True)
-    orders = _weigh(elimination, state, batches, objective, weighing, trained_graph(prepared)[1])
+    orders = weigh(elimination, state, batches, objective, weighing, trained_graph(prepared)[1])
     for name, order in orders.items():
         mine = state.of_group(state.remembered, name)
         mine[order.units.to(mine.device)] = mine.sort().values[mine.numel() - order.units.numel() :]
@@ -150,7 +149,7 @@ def gather_halfway(
     state.rises = _joined(before, found, {name: int(state.of_group(there, name).sum()) for name in before})
 
 
-def _weigh(
+def weigh(
     elimination: Elimination,
     state: PruningState,
     batches: Any,

@@ -67,7 +67,7 @@ class Objective:
     def drawn(self, outputs: Any, batch: Batch) -> dict[str, Tensor]:
         """Return soft labels for each output that has classes, or yes and no, drawn around what a model predicts."""
         labels, tensors = {}, named_tensors(outputs)
-        for name, reading in self._read(outputs, batch).items():
+        for name, reading in self.read(outputs, batch).items():
             if reading.kind == "values" or name not in tensors:
                 continue
             scores = reading.scores(tensors[name])
@@ -84,7 +84,7 @@ class Objective:
     def __call__(self, outputs: Any, batch: Batch, drawn: dict[str, Tensor] | None = None) -> Tensor:
         """Return a finite number that has a gradient; ``drawn``: what `drawn` made of another network's outputs."""
         if self._loss is None:
-            self._read(outputs, batch)
+            self.read(outputs, batch)
         try:
             value = (
                 self._own(outputs, batch, drawn) if self._loss is None else self._loss(outputs, batch.labels)
@@ -126,7 +126,7 @@ class Objective:
         if self._loss is not None:
             return float(self._loss(outputs, batch.labels))
         total, ours, theirs = 0.0, named_tensors(outputs), named_tensors(whole)
-        for name, reading in self._read(whole, batch).items():
+        for name, reading in self.read(whole, batch).items():
             if name not in ours or name not in theirs:
                 continue
             a, b = reading.scores(ours[name]), reading.scores(theirs[name])
@@ -144,7 +144,7 @@ class Objective:
 
     def _own(self, outputs: Any, batch: Batch, drawn: dict[str, Tensor] | None) -> Tensor:
         """Return the sum of all outputs' parts, each a mean over images."""
-        readings, tensors = self._read(outputs, batch), named_tensors(outputs)
+        readings, tensors = self.read(outputs, batch), named_tensors(outputs)
         labelled = [name for name, reading in readings.items() if reading.kind != "values"]
         if batch.labels is not None and labelled:
             labels = labels_of(labelled, batch.labels)
@@ -184,7 +184,7 @@ class Objective:
             _require_within(targets[targets != -100], rows.shape[1] - 1, f"{rows.shape[1]} classes", batch)
         return F.cross_entropy(rows, targets) * math.sqrt(rows.shape[0] / batch.images)
 
-    def _read(self, outputs: Any, batch: Batch) -> dict[str, Reading]:
+    def read(self, outputs: Any, batch: Batch) -> dict[str, Reading]:
         """Return what the outputs are; told once, where the user has not said so."""
         if self._readings is not None:
             return self._readings

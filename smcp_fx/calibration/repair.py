@@ -13,12 +13,12 @@ from smcp_fx.calibration.batches import MEMORY, Batch, device_of, each_batch, en
 from smcp_fx.calibration.progress import Progress
 from smcp_fx.calibration.side_by_side import RepairReport, SideBySide
 from smcp_fx.errors import InputError
+from smcp_fx.interface.wrapping import unwrapped
 from smcp_fx.outcomes import in_mode
 from smcp_fx.passes.sliced_labels import Sliced
 from smcp_fx.prepare import sliced_graph, trained_graph
 from smcp_fx.prepared import PreparedModel
 from smcp_fx.tracing.copying import sharing
-from smcp_fx.tracing.wrapping import unwrapped
 
 
 def repair(

@@ -7,10 +7,12 @@ inputs in the two networks, so that errors do not add up.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, fx
+from torch.utils import _pytree as pytree
 
 from smcp_fx.calibration.batch_norms import Moments
 from smcp_fx.calibration.batches import MEMORY, Batch
@@ -100,6 +102,7 @@ class SideBySide:
         self.norms = {uses[0].node: uses for uses in norms_of(smaller)}
         self.norms_whole = {norm.node.name: norm for uses in norms_of(whole) for norm in uses}
         self.normalised = {norm.input for uses in self.norms.values() for norm in uses}
+        self.exact = self._exact()
         self.report: list[LayerRepair] = []
         self.set: list[str] = []
 
@@ -109,7 +112,10 @@ class SideBySide:
         for done, node in enumerate(self.smaller.nodes):
             if not self.smaller.runs(node):
                 continue
-            if node in self.layers:
+            if node in self.exact:
+                if node in self.layers:
+                    self.report.append(LayerRepair(self.layers[node][0].path))
+            elif node in self.layers:
                 self._admit(node)
                 self._layer(self.layers[node])
             elif node in self.norms:
@@ -121,6 +127,41 @@ class SideBySide:
         told(1.0)
         self.report += [LayerRepair(path, left=why) for path, why in self.left.items()]
         return RepairReport(tuple(self.report), tuple(self.set), self.images)
+
+    def _exact(self) -> set[fx.Node]:
+        """Return the nodes that nothing removed reaches: they compute what the whole network's do."""
+        labels, sliced, exact = self.kept.channels.trail.labels, set[fx.Node](), set[fx.Node]()
+        for node in self.smaller.nodes:
+            leaves = (leaf for leaf in pytree.tree_leaves(labels.get(node.name)) if isinstance(leaf, Tensor))
+            if node.op != "get_attr" and not all(bool(self.kept.kept(leaf).all()) for leaf in leaves):
+                sliced.add(node)
+            inputs = node.all_input_nodes
+            if exact.issuperset(inputs) and sliced.isdisjoint(inputs) and self._unscaled(node):
+                exact.add(node)
+        return {node for node in exact if exact.issuperset(use.node for use in self._uses(node))}
+
+    def _uses(self, node: fx.Node) -> Sequence[Consumer] | Sequence[Normalisation]:
+        return self.layers.get(node) or self.norms.get(node) or ()
+
+    def _unscaled(self, node: fx.Node) -> bool:
+        """Whether a node is no batch norm whose weight and bias are not the whole network's."""
+        for norm in self.norms.get(node, ()):
+            whole = self.norms_whole.get(norm.node.name)
+            for mine, other in (
+                () if whole is None else ((norm.weight, whole.weight), (norm.bias, whole.bias))
+            ):
+                if (
+                    mine is not None
+                    and other is not None
+                    and not torch.equal(mine, self._kept_of(other, node))
+                ):
+                    return False
+        return True
+
+    def _kept_of(self, values: Tensor, node: fx.Node) -> Tensor:
+        """Return what is left of one value for each channel of a node's output."""
+        axis = self.kept.axis(self.kept.channels.trail.labels[node.name])
+        return values if axis is None else values.index_select(0, axis[1].to(values.device))
 
     def _admit(self, node: fx.Node) -> None:
         """Add as many batches as fit into memory from here on: early layers of large images get few."""

@@ -16,11 +16,13 @@ from typing import Any
 import torch
 from torch import fx, nn
 
+from smcp_fx.channels.cosines import is_cosine
 from smcp_fx.channels.weight_views import factors, is_layer, is_question, weight_and_bias, weight_view
+from smcp_fx.masking.kept_statistics import BEFORE, IN_PLACE_OF
+from smcp_fx.masking.masks import STATE
+from smcp_fx.tracing.aliases import memory_of_model, written_buffers
 from smcp_fx.tracing.autograd_functions import Applied
 from smcp_fx.tracing.constant_values import ancestors, computed_value
-from smcp_fx.tracing.masking import STATE
-from smcp_fx.tracing.memory import memory_of_model, written_buffers
 from smcp_fx.tracing.modes import is_by_mode
 from smcp_fx.tracing.operations import operation_name, operation_of, writes_in_place
 from smcp_fx.tracing.own_weights import own_weight, owner_of
@@ -54,10 +56,16 @@ def computed_weights(
     module: fx.GraphModule,
     shape_of: Callable[[fx.Node], Shape | None],
     transparent: tuple[Callable[..., object], ...] = (),
+    *,
+    cosines: bool = False,
 ) -> list[ComputedWeight]:
-    """Find them. ``transparent``: functions that may stand between a weight and its layer (masks)."""
-    watching = _watching(module, transparent)
-    constants = _constants(module, transparent, watching)
+    """Find them. ``transparent``: functions that may stand between a weight and its layer (masks).
+
+    ``cosines``: those of cosines, too, by the norms of the channels that are kept now.
+    """
+    known = (*transparent, IN_PLACE_OF["normalize"], *BEFORE.values()) if cosines else transparent
+    watching = _watching(module, known)
+    constants = _constants(module, known, watching)
     found: dict[fx.Node, Shape] = {}
     refused: set[fx.Node] = set()
     for use in module.graph.nodes:
@@ -71,7 +79,8 @@ def computed_weights(
                 user.target in transparent or result in _weights_of(user, constants, transparent)
                 for user in readers
             )
-            shape = shape_of(result) if alike and weight_view(module, result) is None else None
+            cosine = not cosines and is_cosine(module, use, result)
+            shape = shape_of(result) if alike and not cosine and weight_view(module, result) is None else None
             if shape:
                 found[result] = shape
             else:

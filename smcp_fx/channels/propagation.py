@@ -32,7 +32,7 @@ from smcp_fx.channels.trail import (
     tensor_leaves,
 )
 from smcp_fx.channels.written_views import written_views
-from smcp_fx.tracing.memory import written_buffers
+from smcp_fx.tracing.aliases import written_buffers
 from smcp_fx.tracing.operations import operation_name
 from smcp_fx.tracing.traits import Trait, has
 from smcp_fx.tracing.trees import leaves_of, mapped

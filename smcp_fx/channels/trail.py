@@ -96,8 +96,7 @@ class Call:
     def unknown(self) -> str:
         """Why its channels stay if nothing is known about it."""
         if isinstance(self.module, torch.jit.ScriptModule):
-            why = "is compiled by torch.jit, and its script cannot be written as Python"
-            return f"{self.node.name!r} {why}: prepare the model before it is compiled"
+            return f"{self.node.name!r} is compiled by torch.jit: prepare the model that it was made from"
         return f"operation {readable_name(self.node)!r} has no channel rule"
 
     def argument(self, position: int, name: str, default: Any = None) -> Any:
@@ -179,7 +178,7 @@ class Mix:
     """An operation that mixes the channels of an operand, and can be restricted to the kept ones.
 
     ``operand``: its position among the node's arguments; ``labels``: the operand's, of size 1 where they are uniform;
-    ``form``: how it is restricted (`tracing.kept_statistics.BEFORE`), or "instead" if another function replaces it;
+    ``form``: how it is restricted (`masking.kept_statistics.BEFORE`), or "instead" if another function replaces it;
     ``options``: further arguments of that function.
     """
 

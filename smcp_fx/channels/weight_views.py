@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
-from smcp_fx.tracing.masking import EVERY_MASK
+from smcp_fx.masking.masks import EVERY_MASK
 from smcp_fx.tracing.operations import operation_name
 from smcp_fx.tracing.recurrent import recurrent_weight
 from smcp_fx.tracing.values import held

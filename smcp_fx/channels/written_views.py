@@ -12,8 +12,8 @@ from collections.abc import Iterator
 
 from torch import fx
 
-from smcp_fx.tracing.modes import is_by_mode
-from smcp_fx.tracing.operations import may_be_operand, operation_of, writes_in_place
+from smcp_fx.tracing.aliases import sources
+from smcp_fx.tracing.operations import operation_of, writes_in_place
 from smcp_fx.tracing.traits import Trait, has
 
 
@@ -32,15 +32,9 @@ def written_views(module: fx.GraphModule, write: fx.Node) -> Iterator[tuple[fx.N
 
 def _written(module: fx.GraphModule, node: fx.Node, first: bool = True) -> list[list[fx.Node]]:
     """Paths back from a write to the tensors whose memory it may change; each begins with the node itself."""
-    operands = node.args[1:] if is_by_mode(node) else node.args[:1]
-    through = (
-        first
-        or is_by_mode(node)
-        or has(operation_of(module, node), Trait.MOVES)
-        or may_be_operand(node, module)
-    )
-    sources = [operand for operand in operands if isinstance(operand, fx.Node)] if through else []
-    return [[node, *path] for source in sources for path in _written(module, source, False)] or [[node]]
+    before = node.args[:1] if first else sources(node, module)
+    paths = [_written(module, source, False) for source in before if isinstance(source, fx.Node)]
+    return [[node, *path] for each in paths for path in each] or [[node]]
 
 
 def _is_plain_slice(node: fx.Node) -> bool:

@@ -39,7 +39,10 @@ def build_parser() -> CommandParser:
     )
     parser.add_argument("model", help="torchvision:NAME, timm:NAME, onnx:FILE, or path/to/file.py:factory")
     parser.add_argument(
-        "--input-size", metavar="SIZE", help="trace with this input: a side (224), or sizes (3x224x224)"
+        "--input-size",
+        metavar="SIZE",
+        help="trace with this input: a side (224), or sizes (3x224x224), of several inputs of an ONNX "
+        "file with commas",
     )
     parser.add_argument(
         "--multiple", type=int, default=8, help="keep multiples of this many channels (default: 8)"

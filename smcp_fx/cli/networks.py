@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from smcp_fx.backends import PRECISIONS, backend_names, get_backend
 from smcp_fx.cli.flags import add_backend_options, fractions, own_options
+from smcp_fx.config import PruningConfig
 from smcp_fx.errors import InputError
 
 if TYPE_CHECKING:
@@ -77,8 +78,9 @@ def add_network_options(parser: argparse.ArgumentParser, model: bool = False) ->
         )
         parser.add_argument("--device", metavar="NAME", help="whose rows (default: those of this machine)")
     parser.add_argument("--batch", type=int, default=1, help="batch size (default: 1)")
-    parser.add_argument("--input-size", metavar="SIZE", default="224",
-                        help="a side (224), or sizes without the batch (3x224x224); default: 224")  # fmt: skip
+    parser.add_argument("--input-size", metavar="SIZE",
+                        help="a side (224), or sizes without the batch (3x224x224), of several inputs of an ONNX "
+                        "file with commas; default: 224, or the file's own")  # fmt: skip
     parser.add_argument("--multiple", type=int, default=8, help="widths in multiples of this (default: 8)")
     parser.add_argument("--backend", default="onnxruntime", choices=backend_names(),
                         help="runtime to measure in (default: onnxruntime)")  # fmt: skip
@@ -107,23 +109,16 @@ def blocks_of(arguments: argparse.Namespace) -> list[FusedBlock]:
 
 def network_of(arguments: argparse.Namespace) -> Network:
     """Return the network that the options name."""
+    from smcp_fx.analysis import analyse
     from smcp_fx.blocks.cutting import cut
-    from smcp_fx.channels import build
-    from smcp_fx.tracing.example_inputs import shape_of_text
-    from smcp_fx.tracing.other_sizes import at_another_size
-    from smcp_fx.tracing.tracer import trace
-    from smcp_fx.zoo.models import build_model, example_images
+    from smcp_fx.zoo.models import network_and_inputs
 
     if arguments.batch < 1 or arguments.multiple < 1:
         raise InputError("--batch and --multiple must be at least 1")
-    model = build_model(arguments.model)
-    try:
-        shape = shape_of_text(model, arguments.input_size, arguments.batch)
-    except InputError as error:
-        raise InputError(f"--input-size {arguments.input_size!r}: {error}") from error
-    if shape[0] != arguments.batch:
+    usual = None if arguments.model.startswith("onnx:") else "224"
+    model, inputs = network_and_inputs(arguments.model, arguments.input_size or usual, arguments.batch)
+    assert inputs is not None
+    if len(inputs[0]) != arguments.batch:
         raise InputError(f"--input-size {arguments.input_size!r} includes a batch: give that as --batch")
-    traced = trace(model, (example_images(*shape),))
-    other = at_another_size(traced)
-    channels = build(traced.module, traced.values, multiple=arguments.multiple, other=other)
-    return Network(traced, channels, cut(traced, channels))
+    found = analyse(model, inputs, config=PruningConfig(multiple=arguments.multiple))
+    return Network(found.traced, found.channels, cut(found.traced, found.channels))

@@ -17,10 +17,8 @@ from smcp_fx.errors import CheckpointError
 from smcp_fx.prepare import convert
 from smcp_fx.prepared import PreparedModel
 from smcp_fx.report.schema import CalibrationFacts, RepairRow, WorthRow
-from smcp_fx.zoo.answers import drawn_labels, outputs_of
-from smcp_fx.zoo.data import ImageData
+from smcp_fx.zoo.data import ImageData, as_tuple
 from smcp_fx.zoo.models import FittedModel
-from smcp_fx.zoo.samples import Samples, as_tuple
 
 #: Images that go through the network at a time. Chosen, not measured.
 _BATCH = 64
@@ -43,20 +41,11 @@ def calibration_batches(
 ) -> Batches:
     """Return batches of ``images`` training images, drawn by ``seed``, with their labels if there are any."""
     drawn = data.drawn(images, seed)
-    if isinstance(data, Samples):
-        return _with_drawn_labels(drawn, fitted, seed)
     found = drawn.epoch(min(_BATCH, len(drawn.train)), seed, fitted.channels, fitted.size)  # type: ignore[arg-type]
-    return [(x.to(device), y.to(device) if data.labelled else None) for x, y in found]
-
-
-def _with_drawn_labels(drawn: ImageData, fitted: FittedModel, seed: int) -> Batches:
-    """Return batches with labels that the network itself gives."""
-    generator, batches = torch.Generator().manual_seed(seed), []
-    with torch.no_grad():
-        for inputs, _ in drawn.epoch(_BATCH, seed, 0, 0):
-            outputs = outputs_of(fitted.model(*as_tuple(inputs)))
-            batches.append((inputs, drawn_labels(outputs, generator)))
-    return batches
+    return [
+        (tuple(value.to(device) for value in as_tuple(x)), y.to(device) if data.labelled else None)
+        for x, y in found
+    ]
 
 
 def repaired(

@@ -1,14 +1,61 @@
-"""Warnings about accuracies that are not what they should be."""
+"""What networks are held against: labels, or the dense network's outputs; warnings about accuracies."""
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+import torch
+from torch import nn
+
+from smcp_fx.calibration.batches import Batch, device_of, each_batch, run_batch
+from smcp_fx.calibration.objective import Objective
 from smcp_fx.compiler.telling import Teller
 from smcp_fx.compiler.training import accuracy, is_guessing
+from smcp_fx.outcomes import in_mode
+from smcp_fx.output_kinds import Kinds, spread, told
+from smcp_fx.zoo.answers import Answers
 from smcp_fx.zoo.data import ImageData
 from smcp_fx.zoo.models import FittedModel
 
 #: Weights that fall short of their published accuracy by more than this get a note. Chosen, not measured.
 _BELOW = 0.03
+
+#: Test samples that go through a network at a time. Chosen, not measured.
+_AT_ONCE = 64
+
+
+def held_against_dense(data: ImageData, fitted: FittedModel, kinds: Kinds | None, tell: Teller) -> ImageData:
+    """Return data without labels with the dense network's outputs beside its test samples, and what these are.
+
+    ``kinds``: as the user says it; else what can be measured tells it, or what the model says of itself. Raises
+    `InputError` where kinds do not fit the outputs.
+    """
+    with tell.stage("running the dense network on the test samples"):
+        data = data.beside(fitted.model, fitted.channels, fitted.size)
+    every = [labels for _, labels in data.tests(_AT_ONCE, fitted.channels, fitted.size)]
+    names = {name: fitted.output_names[int(name or 0)] if fitted.output_names else name for name in every[0]}
+    outputs = {title: torch.cat([some[name] for some in every]) for name, title in names.items()}
+    whole = Batch(1, (next(iter(outputs.values())),), {}, None)
+    found = Objective(fitted.model, outputs=kinds, quiet=True).read(outputs, whole)
+    if kinds is None:
+        tell.note(f"{told(found, outputs)}. If that is wrong, say what it is, with --outputs")
+    readings = {name: found[title] for name, title in names.items() if title in found}
+    variances = {name: max(float(spread(outputs[names[name]].float())), 1e-30) for name in readings}
+    answers = Answers(readings, variances)
+    return replace(data, answers=answers, classes=answers.classes)
+
+
+def held_out_divergence(network: nn.Module, data: ImageData, fitted: FittedModel) -> float:
+    """Return how far a network's outputs are from those beside the test samples: as `Objective.distance`."""
+    assert data.answers is not None
+    objective, device = Objective(network, outputs=data.answers.kinds, quiet=True), device_of(network)
+    total, count = 0.0, 0
+    with torch.no_grad(), in_mode(network, False):
+        for batch in each_batch(data.tests(_AT_ONCE, fitted.channels, fitted.size)):
+            batch = batch.to(device)
+            total += objective.distance(run_batch(network, batch), batch.labels, batch) * batch.images
+            count += batch.images
+    return total / count
 
 
 def dense_accuracy(fitted: FittedModel, data: ImageData, tell: Teller) -> float:

@@ -10,7 +10,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -20,10 +19,8 @@ from smcp_fx.errors import CheckpointError, TableError
 from smcp_fx.prepare import PreparedModel, sliced
 from smcp_fx.pruning.solve import Solve
 from smcp_fx.storage.files import brief, read_json, write_texts
-from smcp_fx.zoo.answers import agreement, outputs_of
-from smcp_fx.zoo.data import ImageData
+from smcp_fx.zoo.data import ImageData, as_tuple
 from smcp_fx.zoo.models import FittedModel
-from smcp_fx.zoo.samples import as_tuple
 
 #: A table is refused if it differs from the dense network's engine by more than this factor, and how often the engine
 #: is measured before that.
@@ -237,10 +234,7 @@ def accuracy_of(engine: Engine, data: ImageData, fitted: FittedModel, batch: int
             torch.cat([value, value[:1].expand(batch - count, *value.shape[1:])]) if count < batch else value
             for value in inputs  # engines of a fixed batch take only full ones
         ]
-        found = [output[:count] for output in engine.run([value.numpy() for value in filled])]
-        if isinstance(labels, Tensor):
-            right += int((np.argmax(found[0], axis=1) == labels.numpy()).sum())
-        else:
-            right += agreement(outputs_of([torch.from_numpy(output) for output in found]), tuple(labels))
+        found = [torch.from_numpy(output[:count]) for output in engine.run([v.numpy() for v in filled])]
+        right += data.right(found[0] if len(found) == 1 else found, labels)
         total += count
     return right / total

@@ -110,7 +110,8 @@ class Phases:
         taught = self.settings.taught if self.data.labelled else 1.0
         if not taught or not trained or is_guessing(self.dense_accuracy, self.data.classes):
             return None, 0.0
-        return Teacher(self.fitted.model, outputs="classes"), taught
+        kinds = "classes" if self.data.answers is None else self.data.answers.kinds
+        return Teacher(self.fitted.model, outputs=kinds), taught
 
     def _run(
         self, loop: TrainingLoop, name: str, solved: Callable[[Solve], None] | None = None

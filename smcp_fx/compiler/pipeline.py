@@ -13,7 +13,7 @@ from torch import nn
 
 from smcp_fx.backends import Backend, Engine, get_backend
 from smcp_fx.backends.layers import blocks_beside_layers
-from smcp_fx.calibration import gather_halfway, gather_importance
+from smcp_fx.calibration import gather_halfway, gather_importance, solve_best
 from smcp_fx.compiler.calibrating import (
     Repaired,
     calibration_batches,
@@ -23,9 +23,14 @@ from smcp_fx.compiler.calibrating import (
     save_choice,
 )
 from smcp_fx.compiler.folder import RunFolder, placed
-from smcp_fx.compiler.judging import dense_accuracy, note_guesses
+from smcp_fx.compiler.judging import (
+    dense_accuracy,
+    held_against_dense,
+    held_out_divergence,
+    note_guesses,
+)
 from smcp_fx.compiler.measuring import Corrector, accuracy_of, compared
-from smcp_fx.compiler.onnx_files import held_out_divergence, network_and_samples, take_over_names
+from smcp_fx.compiler.onnx_files import network_and_samples
 from smcp_fx.compiler.phases import Phases
 from smcp_fx.compiler.precision import Precision
 from smcp_fx.compiler.pricing import asked_fraction, chosen_cost, dense_latency
@@ -39,17 +44,16 @@ from smcp_fx.errors import InputError, TraceError
 from smcp_fx.latency.cost import LatencyCost, latency_of
 from smcp_fx.latency.filling import MeasureReport
 from smcp_fx.latency.progress import duration
+from smcp_fx.output_kinds import Kinds
 from smcp_fx.prepare import PreparedModel, convert, converted_full, prepare
 from smcp_fx.pruning.solve import Solve
 from smcp_fx.report import Report, summary_table, target_table, write_report
 from smcp_fx.report.schema import TargetRow
 from smcp_fx.texts import amount
 from smcp_fx.training import Epoch
-from smcp_fx.zoo import answers
-from smcp_fx.zoo.data import ImageData, load_data
+from smcp_fx.zoo.data import ImageData, as_tuple, load_data
 from smcp_fx.zoo.models import FittedModel, load_model
 from smcp_fx.zoo.pretrained import preprocessing_of, pretrained_weights
-from smcp_fx.zoo.samples import as_tuple
 from smcp_fx.zoo.weights import read_weights
 
 #: What only masks that are learnt while training heed.
@@ -67,8 +71,8 @@ def compile_model(
     config, usual = config or PruningConfig(), PruningConfig()
     for name in _LEARNT:
         if getattr(config, name) != getattr(usual, name) and not settings.masks:
-            given = f"--{name} {getattr(config, name)}"
-            raise InputError(f"{given} is of masks that are learnt: give --prune during, too")
+            given = f"{name}={getattr(config, name)!r}"
+            raise InputError(f"{given} is of masks that are learnt: set prune='during', too")
     run = _Compilation(placed(settings), config, console or Console())
     return run.go()
 
@@ -94,10 +98,10 @@ class _Compilation:
         self.folder.look()
         torch.manual_seed(settings.seed)
         self.device = usable_device(settings.device)
-        images = preprocessing_of(settings.model)
-        images = settings.prepared(replace(images, size=settings.input_size or images.size))
         if settings.model.startswith("onnx:"):
-            return self._begin(*network_and_samples(settings, images, self.base, self.tell), backend)
+            return self._begin(*network_and_samples(settings, self.base, backend, self.tell), backend)
+        images = preprocessing_of(settings.model)
+        images = settings.prepared(replace(images, size=settings.side or images.size))
         data = load_data(
             settings.data,
             self.base,
@@ -111,7 +115,7 @@ class _Compilation:
         if settings.has_weights:
             given = settings.weights
             weights = read_weights(self.base / given) if given else pretrained_weights(settings.model)
-        fitted = load_model(settings.model, data, weights, self.base, size=settings.input_size)
+        fitted = load_model(settings.model, data, weights, self.base, size=settings.side)
         return self._begin(fitted, data, backend)
 
     def _begin(self, fitted: FittedModel, data: ImageData, backend: Backend) -> Report:
@@ -121,13 +125,14 @@ class _Compilation:
             self.tell.note(note)
         inputs = fitted.examples(settings.batch)
         self._check_early(fitted, backend, inputs)
-        self.fitted = fitted
         with self.folder.held():
             # A damaged or foreign table is refused before anything is trained.
             cost = chosen_cost(settings, self.base, backend, self.tell)
             fitted.model.to(self.device)
-            if not data.classes:
-                data = data.labelled_by(fitted.model, fitted.channels, fitted.size)
+            if not data.labelled:
+                named = settings.model.startswith(("torchvision:", "timm:"))
+                kinds = settings.kinds or ("classes" if named else None)
+                data = held_against_dense(data, fitted, kinds, self.tell)
             tested = fitted.trained and data.labelled
             found = dense_accuracy(fitted, data, self.tell) if tested else 1.0
             phases = Phases(settings, fitted, data, self.tell, found)
@@ -214,7 +219,6 @@ class _Compilation:
             predicted = {block.name: block.pruned_ms or 0.0 for block in report.blocks}
             beside = blocks_beside_layers(network_latency.blocks, predicted, layers)
             report = replace(report, engine_layers=beside)
-        take_over_names(self.fitted, folder, self.tell)
         write_report(replace(report, notes=tuple(self.tell.notes)), folder)
         for table in (summary_table(report), target_table(report)):
             if table is not None:
@@ -226,7 +230,7 @@ class _Compilation:
 
     def _check_early(self, fitted: FittedModel, backend: Backend, inputs: tuple[torch.Tensor, ...]) -> None:
         """Find out first whether the model can be prepared and written, and an exact target reached."""
-        image = fitted.examples(2 if fitted.inputs is None else self.settings.batch)
+        image = fitted.examples(self.settings.batch if fitted.output_names else 2)
         exact = self.settings.cost != "latency"
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # the run's own `prepare` says it again
@@ -246,6 +250,9 @@ class _Compilation:
         full = converted_full(trial)
         with self.tell.stage("trying the export"):
             backend.try_export(full, inputs)
+        if backend.writer is not None and backend.writer.closed:
+            closed = ", ".join(backend.writer.closed)
+            self.tell.note(f"open in the file, and fixed in those written, at what is measured: {closed}")
         self.saver.try_on(full)
 
     def _check_table(
@@ -334,25 +341,29 @@ class _Compilation:
         settings, pruner = self.settings, prepared.pruner
         batches = calibration_batches(data, fitted, settings.calibration, settings.seed, self.device)
         images = sum(len(as_tuple(x)[0]) for x, _ in batches)
-        loss, kinds = (answers.loss, None) if fitted.inputs else (None, "classes")
+        kinds: Kinds = "classes" if data.answers is None else data.answers.kinds
         name = f"gathering importances from {images} images"
         with self.tell.stage(name), self.tell.bar(name) as tick:
-            gather_importance(prepared, batches, loss, outputs=kinds, progress=tick)
-        points = []
+            gather_importance(prepared, batches, outputs=kinds, progress=tick)
+        points, state, whole = [], prepared.smcp, pruner.rises
         targets = sorted(settings.targets, reverse=True) or [corrector.fraction]
         for target in targets:
             if len(targets) > 1:
                 self.tell.say(f"target {target:.0%}")
             corrector = corrector.to(target)
             pruner.target = target * pruner.full_cost
+            state.rises = whole
             name = "gathering importances again, halfway to the target"
             with self.tell.stage(name), self.tell.bar(name) as tick:
-                gather_halfway(prepared, batches, loss, outputs=kinds, progress=tick)
-            with self.tell.stage("solving"), self.tell.bar("solving"):
-                pruner.solve()
+                gather_halfway(prepared, batches, outputs=kinds, progress=tick)
+            with self.tell.stage("solving"), self.tell.bar("solving") as tick:
+                trust = solve_best(prepared, batches, outputs=kinds, progress=tick)
                 if corrects:
                     corrector.fit()
                 self._tell_rows(prepared, "solving")
+            self.tell.say(
+                f"what groups are said to be worth is trusted by {trust:.0%} (0%: nearly uniform widths)"
+            )
             name = "slicing and repairing"
             with self.tell.stage(name), self.tell.bar(name) as tick:
                 found = repaired(prepared, batches, fitted, data, tick)
@@ -360,8 +371,8 @@ class _Compilation:
                 f"{'accuracy' if data.labelled else 'agreement'} {dense:.2%} -> "
                 f"{found.sliced:.2%} sliced -> {found.repaired:.2%} repaired; {str(found.report).splitlines()[0]}"
             )
-            if fitted.inputs is not None:
-                apart = held_out_divergence(found.network, data)
+            if data.answers is not None:
+                apart = held_out_divergence(found.network, data, fitted)
                 self.tell.note(
                     f"at {target:.0%}, held-out samples diverge by {apart:.3g} (nats, or relative squared error)"
                 )

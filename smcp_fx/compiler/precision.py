@@ -14,6 +14,7 @@ from smcp_fx.compiler.calibrating import calibration_batches
 from smcp_fx.compiler.measuring import accuracy_of
 from smcp_fx.compiler.settings import CompileSettings
 from smcp_fx.compiler.telling import Teller
+from smcp_fx.errors import InputError
 from smcp_fx.report.schema import PrecisionFacts
 from smcp_fx.zoo.data import ImageData
 from smcp_fx.zoo.models import FittedModel
@@ -38,7 +39,11 @@ class Precision:
             return
         images, host = min(_RANGE_IMAGES, self.settings.calibration), torch.device("cpu")
         batches = calibration_batches(data, fitted, images, self.settings.seed, host)
-        self.backend.calibrate([x.numpy() for x, _ in batches])
+        if len(batches[0][0]) > 1:
+            raise InputError(
+                "--precision int8 takes networks of one input: leave it away, and quantise the pruned file"
+            )
+        self.backend.calibrate([x.numpy() for (x,), _ in batches])
 
     def choose_kept(self, full: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[str, ...]:
         """Leave the layers of the dense network in float whose quantisation does most harm, as many as asked for."""

@@ -5,14 +5,15 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
 from smcp_fx.backends import PRECISIONS, backend_names
-from smcp_fx.config import PruningConfig, option
+from smcp_fx.config import MethodConfig, PruningConfig, option
 from smcp_fx.costs.binding import absolute_target
 from smcp_fx.errors import InputError
+from smcp_fx.output_kinds import Kinds
 from smcp_fx.schedule import Schedule
 from smcp_fx.zoo.image_folder import AUGMENTATIONS
 from smcp_fx.zoo.pretrained import Preprocessing
@@ -50,17 +51,23 @@ class CompileSettings:
         "labels, for --epochs 0), npz:PATH (arrays by the names of an ONNX file's inputs), or "
         "path/to/file.py:factory returning (train, test) datasets",
     )
-    input_size: int | None = option(
-        None, "side of the images in pixels (default: what the model's published weights, or the data, have)"
-    )
-    input_shape: str | None = option(
-        None, "of an ONNX file: sizes of its inputs without the batch, such as 3x48x320; several with commas"
+    input_size: str | None = option(
+        None,
+        "side of the images in pixels; of an ONNX file also the sizes of its inputs without the batch, as 3x48x320, "
+        "several with commas (default: what the model's published weights, the file, or the data have)",
     )
     mean: str | None = option(
         None, "what is subtracted from each channel, of values in [0, 1]: 0.5 or 0.485,0.456,0.406"
     )
     std: str | None = option(None, "... and divided by")
-    channel_order: str = option("rgb", "order of the channels of image files", ("rgb", "bgr"))
+    channel_order: str | None = option(
+        None, "of image files (default: rgb, or what an ONNX file says)", ("rgb", "bgr")
+    )
+    outputs: str | None = option(
+        None,
+        "what the outputs are, where no labels tell: classes, binary or values; classes:2 for classes along "
+        "dimension 2; of several outputs as scores=classes,boxes=values",
+    )
     augment: str = option("usual", "how images of an imagefolder are varied in training", AUGMENTATIONS)
     workers: int | None = option(
         None, "processes that load images (default: one a core, up to 8, for an imagefolder; else 0)"
@@ -170,8 +177,8 @@ class CompileSettings:
                 "images without labels train only what learns from the dense network: leave --prune and --taught as "
                 "they are, or give an imagefolder with labels"
             )
-        if self.input_size is not None and self.input_size < 1:
-            raise InputError(f"--input-size must be at least 1 pixel, not {self.input_size}")
+        if self.input_size is not None and not self.model.startswith("onnx:") and self.side is None:
+            raise InputError(f"--input-size must be a side of at least 1 pixel, not {self.input_size!r}")
         if self.workers is not None and not 0 <= self.workers <= _MOST_WORKERS:
             raise InputError(f"--workers must be from 0 to {_MOST_WORKERS}, not {self.workers}")
         if self.pretrained and self.weights is not None:
@@ -201,7 +208,21 @@ class CompileSettings:
             for name in ("mean", "std")
             if (text := getattr(self, name)) is not None
         }
-        return replace(images, order=self.channel_order, **changed)
+        return replace(images, order=self.channel_order or images.order, **changed)
+
+    @property
+    def side(self) -> int | None:
+        """The side of images that is asked for; None where none is."""
+        asked = self.input_size or ""
+        return int(asked) if asked.isdecimal() and int(asked) else None
+
+    @property
+    def kinds(self) -> Kinds | None:
+        """What the outputs are said to be, as `read_outputs` takes it; None where nothing is said."""
+        if self.outputs is None or "=" not in self.outputs:
+            return self.outputs
+        pairs = [part.rpartition("=") for part in self.outputs.split(",")]
+        return {name.strip(): kind.strip() for name, _, kind in pairs}
 
     @property
     def wanted(self) -> float | str:
@@ -273,5 +294,6 @@ _FREE = {"resume", "overwrite", "out", "allow_missed"}
 def as_record(settings: CompileSettings, config: PruningConfig) -> dict[str, Any]:
     """Return the settings that a resumed run must share, as JSON values."""
     chosen = {f.name: getattr(settings, f.name) for f in fields(settings) if f.name not in _FREE}
-    record: dict[str, Any] = json.loads(json.dumps({"settings": chosen, "config": asdict(config)}))
+    method = {f.name: getattr(config, f.name) for f in fields(MethodConfig)}
+    record: dict[str, Any] = json.loads(json.dumps({"settings": chosen, "config": method}))
     return record

@@ -7,16 +7,14 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import nn
 
 from smcp_fx.calibration.batches import device_of
 from smcp_fx.compiler.settings import CompileSettings
 from smcp_fx.errors import InputError
 from smcp_fx.training import Teacher, TrainingLoop
-from smcp_fx.zoo.answers import agreement, outputs_of
-from smcp_fx.zoo.data import ImageData
+from smcp_fx.zoo.data import ImageData, as_tuple
 from smcp_fx.zoo.models import FittedModel
-from smcp_fx.zoo.samples import as_tuple
 
 #: Share of the steps in which the learning rate rises, and label smoothing.
 _RISE, _SMOOTHING = 0.15, 0.05
@@ -88,19 +86,15 @@ def accuracy(network: nn.Module, fitted: FittedModel, data: ImageData) -> float:
     network.eval()
     right, total = 0.0, 0
     for images, labels in data.tests(256, fitted.channels, fitted.size):
-        outputs = network(*(value.to(device) for value in as_tuple(images)))
-        if isinstance(labels, Tensor):
-            right += int((outputs.argmax(1).cpu() == labels).sum())
-        else:
-            right += agreement(tuple(output.cpu() for output in outputs_of(outputs)), tuple(labels))
+        right += data.right(network(*(value.to(device) for value in as_tuple(images))), labels)
         total += len(as_tuple(images)[0])
     network.train(training)
     return right / total
 
 
 def is_guessing(accuracy: float, classes: int) -> bool:
-    """Whether an accuracy is hardly better than guessing among the classes."""
-    return accuracy < min(1.5 / classes, 1 / classes + 0.05)
+    """Whether an accuracy is hardly better than guessing among the classes; never where there are none."""
+    return classes > 0 and accuracy < min(1.5 / classes, 1 / classes + 0.05)
 
 
 def usable_device(name: str | None) -> torch.device:

@@ -10,14 +10,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from smcp_fx.channels import ChannelGraph, build
+from smcp_fx.analysis import analyse
+from smcp_fx.channels import ChannelGraph
 from smcp_fx.channels.groups import Group
-from smcp_fx.channels.limits import limit_widths
 from smcp_fx.channels.trail import Layer
-from smcp_fx.prepare import trace_parts
-from smcp_fx.tracing.example_inputs import default_inputs, first_convolution, shape_of_text
-from smcp_fx.tracing.other_sizes import at_another_size
-from smcp_fx.zoo.models import build_model, example_images
+from smcp_fx.config import PruningConfig
+from smcp_fx.interface.example_inputs import default_inputs, first_convolution
+from smcp_fx.zoo.models import network_and_inputs
 
 #: Image sides that known architectures were made for, tried before the smallest that works.
 _SIDES = {1: (224,), 2: (224, 299), 3: (112,)}
@@ -48,24 +47,19 @@ def inspect_model(
     """Build a model, trace it and derive its channel graph.
 
     ``spec`` as `build_model` takes it; ``input_size``: "160" (a side), "3x160x160" (one input without its batch)
-    or "4x3x160x160". Raises `InputError` for models and sizes that do not fit, `TraceError` for models that
-    cannot be traced, not even in parts.
+    or "4x3x160x160"; of an ONNX file as for `read_network`. Raises `InputError` for models and sizes that do not fit,
+    `TraceError` for models that cannot be traced, not even in parts.
     """
-    model = build_model(spec)
-    inputs = _inputs(model, input_size)
-    traced, joined = trace_parts(model, inputs)
-    other = at_another_size(traced)
-    channels = build(traced.module, traced.values, multiple=multiple, exclude=exclude, other=other)
-    limit_widths(channels, widths)
+    model, given = network_and_inputs(spec, input_size)
+    inputs = given or _usual_inputs(model)
+    found = analyse(model, inputs, config=PruningConfig(multiple=multiple, exclude=exclude, widths=widths))
     shapes = tuple(tuple(value.shape) for value in inputs if isinstance(value, Tensor))
-    if joined is None:
-        return Inspection(spec, shapes, channels)
-    return Inspection(spec, shapes, channels, tuple(r.path for r in joined.regions), joined.stopped)
+    regions = () if found.joined is None else tuple(region.path for region in found.joined.regions)
+    untraced = {} if found.joined is None else found.joined.stopped
+    return Inspection(spec, shapes, found.channels, regions, untraced)
 
 
-def _inputs(model: nn.Module, size: str | None) -> tuple[Any, ...]:
-    if size is not None:
-        return (example_images(*shape_of_text(model, size)),)
+def _usual_inputs(model: nn.Module) -> tuple[Any, ...]:
     first = first_convolution(model)
     return default_inputs(model, () if first is None else _SIDES[len(first.kernel_size)])
 

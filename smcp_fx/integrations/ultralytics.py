@@ -20,10 +20,10 @@ import torch
 from torch import Tensor, nn
 
 from smcp_fx.errors import InputError
+from smcp_fx.interface.wrapping import unwrapped
 from smcp_fx.prepare import prepare, sliced
 from smcp_fx.prepared import PreparedModel
 from smcp_fx.schedule import Schedule
-from smcp_fx.tracing.wrapping import unwrapped
 
 
 class NarrowYolo(nn.Module):

@@ -44,7 +44,7 @@ class SolveWatch:
                 "oscillation",
                 f"masks oscillate: at each of the last {_IN_A_ROW} solves more than {OSCILLATION:.0%} of the units "
                 f"changed back ({solve.reverted} of {solve.units} at step {solve.step}). Raise memory or tolerance "
-                "in PruningConfig, solve less often (every=), or lower the learning rate.",
+                "in smcp_fx.config.MethodConfig, solve less often (every=), or lower the learning rate.",
             )
         if gathers and not any_importance:
             self._tell(

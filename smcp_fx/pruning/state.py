@@ -151,7 +151,7 @@ class PruningState(nn.Module):
         if not self._free or float(self.losses[0]) < 0:
             return None
         ends = np.cumsum([group.size + 1 for group in self._free])
-        parts = np.split(self.losses.cpu().numpy(), ends[:-1])
+        parts = np.split(self.losses.cpu().numpy().copy(), ends[:-1])
         return {group.name: part for group, part in zip(self._free, parts, strict=True)}
 
     @rises.setter

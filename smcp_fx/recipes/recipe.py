@@ -15,7 +15,7 @@ from dataclasses import MISSING, dataclass, field, fields, is_dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from smcp_fx.config import PruningConfig
+from smcp_fx.config import MethodConfig
 from smcp_fx.errors import InputError
 from smcp_fx.storage.files import brief
 
@@ -119,7 +119,7 @@ class Recipe:
     row: str = ""
     dense_weights: str = "none"
     weights_note: str = ""
-    method: PruningConfig = field(default_factory=PruningConfig)
+    method: MethodConfig = field(default_factory=MethodConfig)
 
     def __post_init__(self) -> None:
         _require(

@@ -1,163 +1,175 @@
-"""Pictures of bars: the latency asked for and reached, channels kept by layer, latency by block."""
+"""Pictures of bars: latency asked for and reached, channels kept by layer, latency by block, repaired layers."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from itertools import groupby
+
+from markupsafe import Markup
 
 from smcp_fx.report.formats import milliseconds, number, percent
-from smcp_fx.report.schema import BlockRow, LayerRow, Report
-from smcp_fx.report.svg import Markup, Panel, element, join, line, picture, rect, rounded_up, text
+from smcp_fx.report.schema import BlockRow, LayerRow, RepairRow, Report
+from smcp_fx.report.svg import (
+    LETTER,
+    NARROW,
+    WIDE,
+    Panel,
+    ending,
+    line,
+    picture,
+    rect,
+    rounded_up,
+    text,
+)
 from smcp_fx.texts import significant
 
-#: Widths of a picture: on a screen, and on a telephone, where bars must still tell their lengths.
-_WIDE, NARROW = 1080.0, 364.0
 _SHOWN_BLOCKS = 40
-_LETTER = 6.9  # a letter's mean advance in the widest of the page's fonts, in pixels
+#: Errors below this, as a share of the outputs' spread, would be written 0.0%.
+SEEN = 5e-4
+#: Name, length of the grey bar and of the blue one, tip, and the words at their end.
+_Pair = tuple[str, float, float, str, str]
 
 
-def latency_bars(report: Report, wide: float = _WIDE) -> Markup | None:
+def latency_bars(report: Report, wide: float = WIDE) -> Markup | None:
     """Return measured latency, dense over pruned, with quartiles and the target; None if not measured."""
-    sides = [report.dense, report.pruned]
-    values = [number(side.latency_ms) for side in sides]
-    dense, pruned = values
+    sides = {"dense": report.dense, "pruned": report.pruned}
+    dense, pruned = (number(side.latency_ms) for side in sides.values())
     if dense is None or pruned is None or dense <= 0:
         return None
-    ends = [number(side.latency_q3_ms) or 0.0 for side in sides]
-    panel = Panel(
-        64, 8, wide - 64 - (108 if wide > NARROW else 76), 72, (0, max(dense, pruned, *ends)), (0, 1)
-    )
+    most = max(dense, pruned, *(number(side.latency_q3_ms) or 0.0 for side in sides.values()))
+    panel = Panel(64, 8, wide - 64 - (108 if wide > NARROW else 76), 72, (0, most), (0, 1))
     body: list[Markup] = []
-    for index, (name, value, side) in enumerate(
-        zip(("dense", "pruned"), (dense, pruned), sides, strict=True)
-    ):
-        y = panel.top + 8 + 34 * index
+    for y, (name, side), value in zip((16, 50), sides.items(), (dense, pruned), strict=True):
         tip = f"{name}: {milliseconds(value)}"
         body.append(rect(panel.left, y, panel.x(value) - panel.left, 24, f"bar-{name}", tip, rx=2))
         body.append(text(panel.left - 10, y + 16, name, "label", "end"))
         low, high = number(side.latency_q1_ms), number(side.latency_q3_ms)
-        end = panel.x(max(value, high or 0.0))
         if low is not None and high is not None:
             body.append(line(panel.x(low), y + 12, panel.x(high), y + 12, "whisker"))
             body += [line(panel.x(at), y + 8, panel.x(at), y + 16, "whisker") for at in (low, high)]
-        body.append(text(end + 10, y + 17, milliseconds(value), "value"))
-    fraction = number(report.target_fraction)
-    height = 92.0
+        body.append(text(panel.x(max(value, high or 0.0)) + 10, y + 17, milliseconds(value), "value"))
+    fraction, height = number(report.target_fraction), 92.0
     if fraction is not None and report.cost == "ms":
         at, height = panel.x(fraction * dense), 112.0
         body.append(line(at, panel.top, at, 86, "target"))
         body.append(text(at, 102, f"asked: {percent(fraction, trim=True)}", "target-label", "middle"))
     label = f"Measured latency: dense {milliseconds(dense)}, pruned {milliseconds(pruned)}"
-    return picture(wide, height, label, body, _class(wide))
+    return picture(wide, height, label, body)
 
 
-def channel_bars(layers: Sequence[LayerRow], wide: float = _WIDE) -> Markup | None:
+def channel_bars(layers: Sequence[LayerRow], wide: float = WIDE) -> Markup | None:
     """Return each layer's output channels: all of them in grey, those kept in blue; None without layers."""
     if not layers:
         return None
     pitch = (wide - 60) / len(layers)
     named = pitch >= 13
     names = [layer.path for layer in layers]
-    below = min(max(len(name) for name in names) * _LETTER, 200.0) + 12 if named else 54.0
+    below = min(max(map(len, names)) * LETTER, 200.0) + 12 if named else 54.0
     top = rounded_up(max(layer.out_channels for layer in layers))
     panel = Panel(52, 28, wide - 60, 230, (0, len(layers)), (0, top))
     width = min(pitch * 0.78, 34.0)
     body = panel.y_axis("output channels")
     for index, layer in enumerate(layers):
-        full, kept = layer.out_channels, layer.out_kept
-        x = panel.x(index + 0.5) - width / 2
+        full, kept, left = layer.out_channels, layer.out_kept, panel.x(index + 0.5) - width / 2
         tip = (
             f"{layer.path} ({layer.kind}): {kept} of {full} output channels kept, "
             f"{layer.in_kept} of {layer.in_channels} input channels"
         )
-        body.append(rect(x, panel.y(full), width, panel.bottom - panel.y(full), "bar-dense", tip))
-        body.append(rect(x, panel.y(kept), width, panel.bottom - panel.y(kept), "bar-pruned", tip))
-    body.append(_vertical_names(names, panel, below) if named else _brackets(names, panel))
-    total = sum(layer.out_channels for layer in layers)
-    kept_total = sum(layer.out_kept for layer in layers)
-    label = f"Kept output channels of {len(layers)} layers: {kept_total} of {total}"
-    return picture(wide, panel.bottom + below, label, body, _class(wide))
+        body.append(panel.column(left, width, full, "bar-dense", tip))
+        body.append(panel.column(left, width, kept, "bar-pruned", tip))
+    body += _vertical_names(names, panel, below) if named else _brackets(names, panel)
+    total, kept = sum(layer.out_channels for layer in layers), sum(layer.out_kept for layer in layers)
+    label = f"Kept output channels of {len(layers)} layers: {kept} of {total}"
+    return picture(wide, panel.bottom + below, label, body)
 
 
-def block_bars(blocks: Sequence[BlockRow], wide: float = _WIDE) -> Markup | None:
+def block_bars(blocks: Sequence[BlockRow], wide: float = WIDE) -> Markup | None:
     """Return the latency of each block, dense in grey and pruned in blue; None without blocks.
 
     Of more than forty blocks, the slowest are drawn and the others summed up.
     """
-    if not blocks:
-        return None
     rows = [(b.name, number(b.dense_ms) or 0.0, number(b.pruned_ms) or 0.0) for b in blocks]
-    others: list[tuple[str, float, float]] = []
-    if len(rows) > _SHOWN_BLOCKS:
-        largest = set(sorted(range(len(rows)), key=lambda i: -rows[i][1])[:_SHOWN_BLOCKS])
-        others = [row for index, row in enumerate(rows) if index not in largest]
-        rows = [row for index, row in enumerate(rows) if index in largest]
-    longest = 0.28 * wide
-    left = min(max(len(name) for name, _, _ in rows) * _LETTER, longest) + 14
-    step = 22.0
-    top = max(max(dense, pruned) for _, dense, pruned in rows) or 1.0
-    right = max(len(_from_to(dense, pruned)) for _, dense, pruned in rows) * _LETTER + 12
-    panel = Panel(left, 8, wide - left - right, step * len(rows), (0, rounded_up(top)), (0, 1))
-    body = panel.x_axis("ms")
-    for index, (name, dense, pruned) in enumerate(rows):
-        y = panel.top + step * index
+    slowest = sorted(range(len(rows)), key=lambda i: -rows[i][1])
+    others = [rows[i] for i in slowest[_SHOWN_BLOCKS:]]
+    pairs = []
+    for name, dense, pruned in (rows[i] for i in sorted(slowest[:_SHOWN_BLOCKS])):
         tip = f"{name}: {milliseconds(dense)} dense, {milliseconds(pruned)} pruned"
-        body.append(text(left - 10, y + 15, _ending(name, int(longest / _LETTER)), "label", "end"))
-        body.append(rect(left, y + 3, panel.x(dense) - left, 16, "bar-dense", tip, rx=1))
-        body.append(rect(left, y + 6, panel.x(pruned) - left, 10, "bar-pruned", tip, rx=1))
-        at = panel.x(max(dense, pruned)) + 8
-        body.append(text(at, y + 15, _from_to(dense, pruned), "value"))
+        pairs.append((name, dense, pruned, tip, _from_to(dense, pruned)))
+    note = ""
     if others:
-        dense, pruned = sum(row[1] for row in others), sum(row[2] for row in others)
-        words = f"and {len(others)} smaller blocks, together {_from_to(dense, pruned)} ms"
-        body.append(text(left, panel.bottom + 38, words, "note"))
+        sums = _from_to(sum(row[1] for row in others), sum(row[2] for row in others))
+        note = f"and {len(others)} smaller blocks, together {sums} ms"
     label = f"Latency of {len(blocks)} blocks, dense against pruned, in ms"
-    return picture(wide, panel.bottom + 46, label, body, _class(wide))
+    return _pairs(pairs, wide, 0.28 * wide, "ms", label, note)
 
 
-def _class(wide: float) -> str:
-    return "chart wide" if wide > NARROW else "chart narrow"
+def repair_bars(layers: Sequence[RepairRow], wide: float = 560.0) -> Markup | None:
+    """Return layers' errors before repair in grey and after it in blue, as shares of their outputs' spread.
+
+    Layers whose error is none before are left out; None if that is all.
+    """
+    pairs = []
+    for layer in layers:
+        if not layer.left and layer.before >= SEEN:
+            before = 100 * layer.before
+            after = 100 * layer.after if layer.repaired else before
+            tip = f"{layer.path}: {before:.2f}% as sliced, {after:.2f}% as repaired, on images held out"
+            ends = (
+                f"{before:.1f} \N{RIGHTWARDS ARROW} {after:.1f}" if layer.repaired else f"{before:.1f}, kept"
+            )
+            pairs.append((layer.path, before, after, tip, ends))
+    label = f"Errors of {len(pairs)} layers before and after repair"
+    return _pairs(pairs, wide, 0.43 * wide, "error, % of the outputs' spread", label)
+
+
+def _pairs(
+    rows: Sequence[_Pair], wide: float, longest: float, axis: str, label: str, note: str = ""
+) -> Markup | None:
+    """Return a blue bar on a grey one for each row; names take at most ``longest`` pixels. None without rows."""
+    if not rows:
+        return None
+    step = 22.0
+    left = min(max(len(row[0]) for row in rows) * LETTER, longest) + 14
+    right = max(len(row[4]) for row in rows) * LETTER + 12
+    top = max(max(row[1:3]) for row in rows) or 1.0
+    panel = Panel(left, 8, wide - left - right, step * len(rows), (0, top), (0, 1))
+    body = [*panel.x_axis(axis), line(left, panel.top, left, panel.bottom, "baseline")]
+    for index, (name, before, after, tip, ends) in enumerate(rows):
+        y = panel.top + step * index
+        body.append(text(left - 10, y + 15, ending(name, longest / LETTER), "label", "end"))
+        body.append(rect(left, y + 3, panel.x(before) - left, 16, "bar-dense", tip, rx=1))
+        body.append(rect(left, y + 6, panel.x(after) - left, 10, "bar-pruned", tip, rx=1))
+        body.append(text(panel.x(max(before, after)) + 8, y + 15, ends, "value"))
+    if note:
+        body.append(text(left, panel.bottom + 38, note, "note"))
+    return picture(wide, panel.bottom + 46, label, body)
 
 
 def _from_to(dense: float, pruned: float) -> str:
     return f"{significant(dense)} \N{RIGHTWARDS ARROW} {significant(pruned)}"
 
 
-def _vertical_names(names: Sequence[str], panel: Panel, below: float) -> Markup:
-    limit = int((below - 12) / _LETTER)
+def _vertical_names(names: Sequence[str], panel: Panel, below: float) -> list[Markup]:
     drawn = []
     for index, name in enumerate(names):
         x, y = panel.x(index + 0.5) + 4, panel.bottom + 8
-        drawn.append(
-            element(
-                "text",
-                _ending(name, limit),
-                x=x,
-                y=y,
-                transform=f"rotate(-90 {x:.1f} {y:.1f})",
-                text_anchor="end",
-                class_="label",
-            )
-        )
-    return join(drawn)
+        turn = f"rotate(-90 {x:.1f} {y:.1f})"
+        drawn.append(text(x, y, ending(name, (below - 12) / LETTER), "label", "end", transform=turn))
+    return drawn
 
 
-def _brackets(names: Sequence[str], panel: Panel) -> Markup:
+def _brackets(names: Sequence[str], panel: Panel) -> list[Markup]:
     """Name runs of layers by the module that holds them, where single names would not fit."""
-    runs: list[list[Any]] = []
-    for index, key in enumerate(_modules(names)):
-        if runs and runs[-1][0] == key:
-            runs[-1][2] = index + 1
-        else:
-            runs.append([key, index, index + 1])
-    drawn = []
-    for key, start, end in runs:
+    drawn, start = [], 0
+    for key, run in groupby(_modules(names)):
+        end = start + len(list(run))
         left, right = panel.x(start) + 1.5, panel.x(end) - 1.5
         drawn.append(line(left, panel.bottom + 7, right, panel.bottom + 7, "bracket"))
         short = key.rsplit(".", 1)[-1]
-        if right - left >= len(short) * _LETTER:
+        if right - left >= len(short) * LETTER:
             drawn.append(text((left + right) / 2, panel.bottom + 24, short, "label", "middle"))
-    return join(drawn)
+        start = end
+    return drawn
 
 
 def _modules(names: Sequence[str]) -> list[str]:
@@ -168,7 +180,3 @@ def _modules(names: Sequence[str]) -> list[str]:
         if len(set(keys)) >= 4:
             break
     return keys
-
-
-def _ending(name: str, limit: int) -> str:
-    return name if len(name) <= limit else f"\N{HORIZONTAL ELLIPSIS}{name[1 - limit :]}"

@@ -1,12 +1,16 @@
-"""Pictures over time and of agreement: solves, training, predicted against measured latency."""
+"""Pictures over time and of agreement: solves, training, targets, predicted against measured latency."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import groupby
+
+from markupsafe import Markup
 
 from smcp_fx.report.formats import milliseconds, number, percent
 from smcp_fx.report.schema import EngineRow, EpochRow, Report
-from smcp_fx.report.svg import Markup, Panel, dot, line, path, picture, rect, rounded_up, text
+from smcp_fx.report.summary import measure_word
+from smcp_fx.report.svg import LETTER, Panel, dot, line, picture, rect, rounded_up, text
 from smcp_fx.texts import significant
 
 _WIDTH = 360.0
@@ -26,33 +30,27 @@ def solve_curves(report: Report) -> Markup | None:
     if not solves:
         return None
     full = dense_cost(report)
-    scale = 100 / full if full else 1.0
-    unit = "% of dense" if full else report.cost
-    epochs = [solve.epoch for solve in solves]
-    targets = [solve.target * scale for solve in solves]
-    costs = [solve.cost * scale for solve in solves]
-    shares = [100 * (number(solve.changed_share) or 0.0) for solve in solves]
-    last = max(number(report.epochs) or 0.0, *epochs)
+    scale, unit = (100 / full, "% of dense") if full else (1.0, report.cost)
+    points = [
+        (s.epoch, s.target * scale, s.cost * scale, 100 * (number(s.changed_share) or 0.0)) for s in solves
+    ]
+    epochs, targets, costs, shares = zip(*points, strict=True)
     top = max(100.0 if full else 0.0, rounded_up(max(*targets, *costs)))
-    above = Panel(44, 44, _WIDTH - 56, 150, (0, last), (0, top))
-    below = Panel(44, 240, _WIDTH - 56, 100, (0, last), (0, rounded_up(max(shares), 3)))
+    above, below = _two(max(number(report.epochs) or 0.0, *epochs), (0, top), (0, rounded_up(max(shares), 3)))
     body = [
         *above.y_axis(f"cost, {unit}"),
-        path([(above.x(e), above.y(t)) for e, t in zip(epochs, targets, strict=True)], "curve target-curve"),
-        *_key(above, [("target-key", "target"), ("kept-key", "cost")]),
+        above.curve(zip(epochs, targets, strict=True), "curve target-curve"),
     ]
-    radius = 3.0 if len(solves) <= 60 else 2.0
-    for epoch, target, cost in zip(epochs, targets, costs, strict=True):
-        tip = f"epoch {epoch:.2f}: target {significant(target)}, cost {significant(cost)} ({unit})"
-        body.append(dot(above.x(epoch), above.y(cost), radius, "point", tip))
+    body += _key(above)
     body += below.y_axis("masks changed, % of units", about=3)
     width = max(1.2, min(6.0, below.width / (2.2 * len(solves))))
-    for epoch, share, solve in zip(epochs, shares, solves, strict=True):
+    for solve, (epoch, target, cost, share) in zip(solves, points, strict=True):
+        tip = f"epoch {epoch:.2f}: target {significant(target)}, cost {significant(cost)} ({unit})"
+        body.append(above.point(epoch, cost, tip, 3.0 if len(solves) <= 60 else 2.0))
         tip = f"epoch {epoch:.2f}, step {solve.step}: {share:.2f}% changed"
         if number(solve.returned) is not None:
             tip += f", {solve.returned} units returned"
-        top_y = below.y(share)
-        body.append(rect(below.x(epoch) - width / 2, top_y, width, below.bottom - top_y, "bar-pruned", tip))
+        body.append(below.column(below.x(epoch) - width / 2, width, share, "bar-pruned", tip))
     body += below.x_axis("epoch of pruning")
     label = (
         f"{len(solves)} solves: cost from {significant(costs[0])} to {significant(costs[-1])} {unit}; "
@@ -63,50 +61,53 @@ def solve_curves(report: Report) -> Markup | None:
 
 def training_curves(training: Sequence[EpochRow]) -> Markup | None:
     """Return test accuracy and training loss by epoch, dense and pruning phases one after the other."""
-    if not training:
+    accuracy = {i: 100 * y for i, row in enumerate(training, 1) if (y := number(row.accuracy)) is not None}
+    loss = {i: y for i, row in enumerate(training, 1) if (y := number(row.loss)) is not None}
+    if not accuracy and not loss:
         return None
-    phases: list[tuple[str, int, int]] = []
-    for index, entry in enumerate(training):
-        name = entry.phase
-        if phases and phases[-1][0] == name:
-            phases[-1] = (name, phases[-1][1], index + 1)
-        else:
-            phases.append((name, index, index + 1))
-    accuracy = [(i + 1.0, number(entry.accuracy)) for i, entry in enumerate(training)]
-    loss = [(i + 1.0, number(entry.loss)) for i, entry in enumerate(training)]
-    drawn_accuracy = [(x, 100 * y) for x, y in accuracy if y is not None]
-    drawn_loss = [(x, y) for x, y in loss if y is not None]
-    if not drawn_accuracy and not drawn_loss:
-        return None
-    floor = _floor([y for _, y in drawn_accuracy])
-    across = (0.0, float(len(training)))
-    above = Panel(44, 44, _WIDTH - 56, 150, across, (floor, 100))
-    below = Panel(
-        44, 240, _WIDTH - 56, 100, across, (0, rounded_up(max((y for _, y in drawn_loss), default=1.0), 3))
-    )
-    body: list[Markup] = []
-    for index, (name, start, end) in enumerate(phases):
+    floor = _floor(list(accuracy.values()))
+    above, below = _two(len(training), (floor, 100), (0, rounded_up(max(loss.values(), default=1.0), 3)))
+    bands, curves, start = [], [], 0
+    for index, (name, rows) in enumerate(groupby(training, lambda row: row.phase)):
+        end = start + len(list(rows))
         left, right = above.x(start), above.x(end)
         if index % 2:
-            body.append(rect(left, above.top, right - left, below.bottom - above.top, "phase"))
+            bands.append(rect(left, above.top, right - left, below.bottom - above.top, "phase"))
         if right - left > 8 * len(name) + 150 * (index == 0):
-            body.append(text(right - 4, above.top - 10, name, "phase-name", "end"))
-    body += [
-        *above.y_axis(f"test accuracy, %{f' (from {floor:.0f})' if floor else ''}"),
-        *below.y_axis("training loss", about=3),
-    ]
-    small = 2.5 if len(training) <= 60 else 0.0
-    for panel, points, what in ((above, drawn_accuracy, "accuracy"), (below, drawn_loss, "loss")):
-        for name, start, end in phases:
-            inside = [(x, y) for x, y in points if start < x <= end]
-            body.append(path([(panel.x(x), panel.y(max(y, panel.y_range[0]))) for x, y in inside], "curve"))
-            for x, y in inside if small else []:
-                shown = f"{y:.1f}%" if what == "accuracy" else significant(y)
-                tip = f"{name}, epoch {x - start:.0f}: {what} {shown}"
-                body.append(dot(panel.x(x), panel.y(max(y, panel.y_range[0])), small, "point", tip))
-    body += below.x_axis("epoch")
-    final = f"; last test accuracy {drawn_accuracy[-1][1]:.1f}%" if drawn_accuracy else ""
-    return picture(_WIDTH, below.bottom + 46, f"Training over {len(training)} epochs{final}", body)
+            bands.append(text(right - 4, above.top - 10, name, "phase-name", "end"))
+        for panel, values in ((above, accuracy), (below, loss)):
+            inside = [(x, max(values[x], panel.y_range[0])) for x in range(start + 1, end + 1) if x in values]
+            curves.append(panel.curve(inside))
+            for x, y in inside if len(training) <= 60 else []:
+                shown = f"loss {significant(values[x])}" if panel is below else f"accuracy {values[x]:.1f}%"
+                curves.append(panel.point(x, y, f"{name}, epoch {x - start}: {shown}", 2.5))
+        start = end
+    title = f"test accuracy, %{f' (from {floor:.0f})' if floor else ''}"
+    axes = [*above.y_axis(title), *below.y_axis("training loss", about=3), *below.x_axis("epoch")]
+    final = f"; last test accuracy {list(accuracy.values())[-1]:.1f}%" if accuracy else ""
+    label = f"Training over {len(training)} epochs{final}"
+    return picture(_WIDTH, below.bottom + 46, label, [*bands, *axes, *curves])
+
+
+def target_curve(report: Report, wide: float = 560.0) -> Markup | None:
+    """Return accuracy over measured latency, a point a target and the dense network; None without targets."""
+    dense = report.dense.accuracy
+    if not report.targets or dense is None:
+        return None
+    found = [(100.0, 100 * dense, "dense")]
+    for point in report.targets:
+        if point.measured is not None and point.accuracy is not None:
+            words = f"target {percent(point.target, trim=True)}, {milliseconds(point.latency_ms)}"
+            found.append((100 * point.measured, 100 * point.accuracy, words))
+    low, right = min(accuracy for _, accuracy, _ in found), max(share for share, _, _ in found)
+    panel = Panel(52, 30, wide - 72, 240, (0, right), (max(0.0, 10 * (low // 10) - 5), 100))
+    body = [*panel.y_axis(f"{measure_word(report)}, %"), *panel.x_axis("measured latency, % of dense")]
+    body.append(panel.curve(sorted((share, accuracy) for share, accuracy, _ in found)))
+    for share, accuracy, words in found:
+        tip = f"{words}: {percent(accuracy / 100)} at {percent(share / 100)} of the dense latency"
+        body.append(panel.point(share, accuracy, tip))
+    label = f"{measure_word(report)} over measured latency at {len(report.targets)} targets"
+    return picture(wide, panel.bottom + 46, label, body)
 
 
 def validation_scatter(validation: Sequence[EngineRow]) -> Markup | None:
@@ -122,24 +123,23 @@ def validation_scatter(validation: Sequence[EngineRow]) -> Markup | None:
         line(panel.x(0), panel.y(0), panel.x(top), panel.y(top), "diagonal"),
         text(panel.x(top) - 14, panel.y(top) + 34, "equal", "note", "end"),
     ]
-    for name, predicted, measured in pairs:
-        off = f"{100 * (measured - predicted) / predicted:+.1f}%" if predicted else "no prediction"
-        tip = f"{name}: predicted {milliseconds(predicted)}, measured {milliseconds(measured)} ({off})"
-        body.append(dot(panel.x(predicted), panel.y(measured), 5, "point", tip))
+    apart = [
+        100 * (measured - predicted) / predicted if predicted else None for _, predicted, measured in pairs
+    ]
+    for (name, predicted, measured), off in zip(pairs, apart, strict=True):
+        told = "no prediction" if off is None else f"{off:+.1f}%"
+        tip = f"{name}: predicted {milliseconds(predicted)}, measured {milliseconds(measured)} ({told})"
+        body.append(panel.point(predicted, measured, tip, 5.0))
     body += _point_names(pairs, panel)
-    worst = max(abs(m - p) / p for _, p, m in pairs if p) if any(p for _, p, _ in pairs) else None
+    worst = max((abs(off) / 100 for off in apart if off is not None), default=None)
     label = f"{len(pairs)} engines, predicted against measured; farthest apart {percent(worst)}"
     return picture(_WIDTH, panel.bottom + 46, label, body)
 
 
 def validation_pairs(validation: Sequence[EngineRow]) -> list[tuple[str, float, float]]:
     """Return (name, predicted ms, measured ms) of the entries that have both."""
-    found = []
-    for entry in validation:
-        predicted, measured = number(entry.predicted_ms), number(entry.measured_ms)
-        if predicted is not None and measured is not None:
-            found.append((entry.name, predicted, measured))
-    return found
+    pairs = [(entry.name, number(entry.predicted_ms), number(entry.measured_ms)) for entry in validation]
+    return [(name, p, m) for name, p, m in pairs if p is not None and m is not None]
 
 
 def _point_names(pairs: Sequence[tuple[str, float, float]], panel: Panel) -> list[Markup]:
@@ -147,39 +147,35 @@ def _point_names(pairs: Sequence[tuple[str, float, float]], panel: Panel) -> lis
     drawn: list[Markup] = []
     taken: list[tuple[float, float, float]] = []
     for name, predicted, measured in sorted(pairs, key=lambda pair: -pair[2]):
-        x, y = panel.x(predicted), panel.y(measured)
-        length = len(name) * 6.9
-        right = x + 10 + length <= panel.right + 8
-        left = x + 10 if right else x - 10 - length
-        at = y + 14 if right else y + 4
+        x, y, length = panel.x(predicted), panel.y(measured), len(name) * LETTER
+        left, at = (x + 10, y + 14) if x + 10 + length <= panel.right + 8 else (x - 10 - length, y + 4)
         while any(
             abs(at - other) < 13 and left < end and begin < left + length for begin, end, other in taken
         ):
             at += 13
-        if at > panel.bottom - 4:
-            continue  # no room: its tip names it
-        taken.append((left, left + length, at))
-        drawn.append(text(left, at, name, "label"))
+        if at <= panel.bottom - 4:  # else there is no room: its tip names it
+            taken.append((left, left + length, at))
+            drawn.append(text(left, at, name, "label"))
     return drawn
+
+
+def _two(last: float, upper: tuple[float, float], lower: tuple[float, float]) -> tuple[Panel, Panel]:
+    """Return two panels over the same epochs, one above the other."""
+    wide, epochs = _WIDTH - 56, (0.0, float(last))
+    return Panel(44, 44, wide, 150, epochs, upper), Panel(44, 240, wide, 100, epochs, lower)
 
 
 def _floor(accuracies: Sequence[float]) -> float:
     """Return where the accuracy axis starts: below nine tenths of the epochs. The worst lie on the axis."""
-    ordered = sorted(accuracies)
-    usual = ordered[len(ordered) // 10] if ordered else 0.0
+    usual = sorted(accuracies)[len(accuracies) // 10] if accuracies else 0.0
     return next((floor for floor in (90.0, 80.0, 60.0) if usual >= floor + 2), 0.0)
 
 
-def _key(panel: Panel, entries: Sequence[tuple[str, str]]) -> list[Markup]:
-    drawn: list[Markup] = []
-    x = panel.right
-    for class_, name in reversed(entries):
-        x -= len(name) * 7.0
-        drawn.append(text(x, panel.top - 10, name, "note"))
-        x -= 20
-        if class_ == "kept-key":
-            drawn.append(dot(x + 9, panel.top - 14, 3.5, "point"))
-        else:
-            drawn.append(line(x, panel.top - 14, x + 14, panel.top - 14, "curve target-curve"))
-        x -= 8
-    return drawn
+def _key(panel: Panel) -> list[Markup]:
+    at, right = panel.top - 10, panel.right
+    return [
+        line(right - 118, at - 4, right - 104, at - 4, "curve target-curve"),
+        text(right - 98, at, "target", "note"),
+        dot(right - 39, at - 4, 3.5, "point"),
+        text(right - 28, at, "cost", "note"),
+    ]

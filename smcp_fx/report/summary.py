@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import io
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from rich import box
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
@@ -46,6 +46,11 @@ def cost_word(report: Report) -> str:
     return "latency" if report.cost == "ms" else report.cost
 
 
+def measure_word(report: Report) -> str:
+    """Return the name of the quality measured: accuracy or agreement."""
+    return "agreement with the dense network" if report.agreement else "accuracy"
+
+
 def headline(report: Report) -> str:
     """Return the run's result in one sentence, of the figures there are."""
     dense, pruned = _sides(report)
@@ -78,7 +83,7 @@ def comparison(report: Report) -> list[SummaryRow]:
     points = ""
     if accuracy[0] is not None and accuracy[1] is not None:
         points = f"{signed(100 * (accuracy[1] - accuracy[0]))} points"
-    name = "agreement with the dense network" if report.agreement else "accuracy"
+    name = measure_word(report)
     rows = [SummaryRow(name, percent(accuracy[0]), percent(accuracy[1]), points), *_in_float(report, name)]
     for name, key in (
         ("latency, predicted by the table", "predicted_ms"),
@@ -164,6 +169,12 @@ def backend_line(report: Report) -> str:
     return ", ".join(str(part) for part in parts if part)
 
 
+def described(fingerprint: Mapping[str, Any]) -> str:
+    """Return runtime, version and device of a fingerprint in a line."""
+    parts = (fingerprint.get(key) for key in ("runtime", "version", "device"))
+    return ", ".join(str(part) for part in parts if part)
+
+
 def unsteady_line(report: Report) -> str | None:
     """Say which timings others' work disturbed or spread too far, and what to do; None where all are sure."""
     sides = zip(("dense", "pruned"), _sides(report), strict=True)
@@ -190,19 +201,6 @@ def summary_table(report: Report) -> Table:
     lines = (target_line(report), unsteady_line(report))
     table.caption = Text("\n".join(line for line in lines if line))
     return table
-
-
-def summary_text(report: Report) -> str:
-    """Return `summary_table` as plain text without trailing blanks; lines up to 100 characters."""
-    table = summary_table(report)
-    caption, table.caption = str(table.caption or ""), None
-    table.title_justify = "left"
-    out = io.StringIO()
-    console = Console(file=out, width=100, color_system=None, force_terminal=False, legacy_windows=False)
-    console.print(table)
-    for line in caption.splitlines():
-        console.print(Text(f"  {line}"))
-    return "\n".join(line.rstrip() for line in out.getvalue().splitlines()).strip("\n") + "\n"
 
 
 def _sides(report: Report) -> tuple[Side, Side]:

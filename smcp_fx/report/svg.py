@@ -1,17 +1,17 @@
-"""Markup and drawing primitives: escaped elements, axes with round ticks. No charts here."""
+"""Drawing primitives: escaped elements, axes with round ticks. No charts here."""
 
 from __future__ import annotations
 
-import html
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
+from markupsafe import Markup, escape
 
-class Markup(str):
-    """Text that is markup already and is not escaped again."""
-
-    __slots__ = ()
+#: Widths of a picture: on a screen, and on a telephone, where bars must still tell their lengths.
+WIDE, NARROW = 1080.0, 364.0
+#: A letter's mean advance in the widest of the page's fonts, in pixels.
+LETTER = 6.9
 
 
 def element(name: str, /, *children: str, **attributes: object) -> Markup:
@@ -21,18 +21,11 @@ def element(name: str, /, *children: str, **attributes: object) -> Markup:
     attributes that are None are left out, floats are cut to hundredths.
     """
     written = "".join(
-        f' {key.rstrip("_").replace("_", "-")}="{html.escape(_value(value))}"'
+        f' {key.rstrip("_").replace("_", "-")}="{escape(pixels(value) if isinstance(value, float) else value)}"'
         for key, value in attributes.items()
         if value is not None
     )
-    inner = "".join(child if isinstance(child, Markup) else html.escape(child) for child in children)
-    void = name in {"input", "meta", "br", "hr"}
-    return Markup(f"<{name}{written}>" if void else f"<{name}{written}>{inner}</{name}>")
-
-
-def join(parts: Iterable[Markup]) -> Markup:
-    """Return the parts one after the other."""
-    return Markup("".join(parts))
+    return Markup(f"<{name}{written}>{''.join(map(escape, children))}</{name}>")
 
 
 def line(x1: float, y1: float, x2: float, y2: float, class_: str) -> Markup:
@@ -40,25 +33,24 @@ def line(x1: float, y1: float, x2: float, y2: float, class_: str) -> Markup:
     return element("line", x1=x1, y1=y1, x2=x2, y2=y2, class_=class_)
 
 
-def text(x: float, y: float, content: str, class_: str, anchor: str = "start") -> Markup:
+def text(
+    x: float, y: float, content: str, class_: str | None, anchor: str | None = None, **more: object
+) -> Markup:
     """Return a line of text whose baseline is at ``y``."""
-    return element("text", content, x=x, y=y, class_=class_, text_anchor=anchor)
+    return element("text", content, x=x, y=y, class_=class_, text_anchor=anchor, **more)
 
 
 def rect(
-    x: float, y: float, width: float, height: float, class_: str, tip: str = "", rx: float = 0
+    x: float, y: float, width: float, height: float, class_: str | None, tip: str = "", **more: object
 ) -> Markup:
     """Return a rectangle; ``tip`` is what a pointer resting on it, or a screen reader, is told."""
-    inner = [element("title", tip)] if tip else []
-    return element(
-        "rect", *inner, x=x, y=y, width=max(width, 0.0), height=max(height, 0.0), class_=class_, rx=rx or None
-    )
+    size = {"x": x, "y": y, "width": max(width, 0.0), "height": max(height, 0.0)}
+    return element("rect", *_title(tip), **size, class_=class_, **more)
 
 
 def dot(x: float, y: float, radius: float, class_: str, tip: str = "") -> Markup:
     """Return a circle, with an optional tip."""
-    inner = [element("title", tip)] if tip else []
-    return element("circle", *inner, cx=x, cy=y, r=radius, class_=class_)
+    return element("circle", *_title(tip), cx=x, cy=y, r=radius, class_=class_)
 
 
 def path(points: Iterable[tuple[float, float]], class_: str) -> Markup:
@@ -67,18 +59,33 @@ def path(points: Iterable[tuple[float, float]], class_: str) -> Markup:
     return element("path", d=drawn, class_=class_)
 
 
-def picture(width: float, height: float, label: str, body: Iterable[Markup], class_: str = "chart") -> Markup:
-    """Return an inline SVG that scales with its box; ``label`` says in words what it shows."""
+def picture(width: float, height: float, label: str, body: Iterable[Markup]) -> Markup:
+    """Return an inline SVG that scales with its box; ``label`` says in words what it shows.
+
+    The page shows a picture of width `NARROW` on telephones alone, and lets one that is wider than 720 fill its box.
+    """
+    kind = "chart narrow" if width == NARROW else "chart wide" if width > 720 else "chart"
     return element(
         "svg",
-        element("title", label),
+        *_title(label),
         *body,
         viewBox=f"0 0 {width:.0f} {height:.0f}",
-        class_=class_,
+        class_=kind,
         role="img",
         aria_label=label,
         style=f"--w:{width:.0f}px",
     )
+
+
+def fitting(draw: Callable[[float], Markup | None], wide: float = WIDE) -> Markup | None:
+    """Return the pictures for a screen and for a telephone; the page shows the one that fits."""
+    drawn = [drawing for drawing in (draw(wide), draw(NARROW)) if drawing is not None]
+    return element("div", *drawn, class_="fitting") if drawn else None
+
+
+def ending(name: str, limit: float) -> str:
+    """Return a name, or its end where it has more than ``limit`` letters."""
+    return name if len(name) <= limit else f"\N{HORIZONTAL ELLIPSIS}{name[1 - int(limit) :]}"
 
 
 def ticks(low: float, high: float, about: int = 5) -> list[float]:
@@ -135,6 +142,18 @@ class Panel:
         """The x of the right edge."""
         return self.left + self.width
 
+    def curve(self, points: Iterable[tuple[float, float]], class_: str = "curve") -> Markup:
+        """Return a line through points of data."""
+        return path([(self.x(x), self.y(y)) for x, y in points], class_)
+
+    def point(self, x: float, y: float, tip: str, radius: float = 4.0) -> Markup:
+        """Return a dot at a point of data."""
+        return dot(self.x(x), self.y(y), radius, "point", tip)
+
+    def column(self, left: float, width: float, value: float, class_: str, tip: str = "") -> Markup:
+        """Return a bar of ``value`` that stands on the horizontal axis; ``left`` and ``width`` are in pixels."""
+        return rect(left, self.y(value), width, self.bottom - self.y(value), class_, tip)
+
     def y_axis(self, title: str, about: int = 4) -> list[Markup]:
         """Return grid lines with their values, and the axis' title above them."""
         drawn = [text(self.left, self.top - 10, title, "axis-title")]
@@ -161,7 +180,10 @@ def _tick(mark: float, marks: list[float]) -> str:
     return f"{mark:,.{decimals}f}"
 
 
-def _value(value: object) -> str:
-    if isinstance(value, float):
-        return f"{value:.2f}".rstrip("0").rstrip(".")
-    return str(value)
+def _title(tip: str) -> list[Markup]:
+    return [element("title", tip)] if tip else []
+
+
+def pixels(value: float) -> str:
+    """Return a length to a hundredth: "12.5", "3"."""
+    return f"{value:.2f}".rstrip("0").rstrip(".")

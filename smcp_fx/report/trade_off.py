@@ -1,27 +1,57 @@
 """A picture that compares methods: accuracy over speed-up.
 
-It is a complete SVG file with its own style, and follows the reader's light or dark scheme.
+It is a complete SVG file: light colours are attributes, which every viewer knows; browsers follow the reader's dark
+scheme.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from smcp_fx.report.svg import Markup, Panel, dot, element, line, path, picture, rect, text
+from markupsafe import Markup
+
+from smcp_fx.report.svg import Panel, dot, element, line, path, picture, rect, text
 
 _WIDTH = 760.0
 _LETTER = 6.6  # a letter's mean advance, in pixels
 _PITCH = 17.0  # between two lines of a key
-#: Colours most people can tell apart, in light and dark scheme. Further methods repeat colours, not marks.
-_COLOURS = (
-    ("#1d5fc4", "#74abff"),
-    ("#b4490a", "#f19a55"),
-    ("#1a7f5a", "#5fd0a2"),
-    ("#8b3fa8", "#d295ea"),
-    ("#8a6d00", "#e0c04a"),
-    ("#59616e", "#9ba5b3"),
-)
+#: Colours in light and dark scheme. Those of the methods ("s0" and on) most people can tell apart; further methods
+#: repeat colours, not marks.
+_COLOURS = {
+    "paper": ("#fcfcfb", "#101317"),
+    "ink": ("#15181d", "#e8ebef"),
+    "soft": ("#59616e", "#9ba5b3"),
+    "hair": ("#e3e6eb", "#2b313a"),
+    "grey": ("#c5cedc", "#465062"),
+    "s0": ("#1d5fc4", "#74abff"),
+    "s1": ("#b4490a", "#f19a55"),
+    "s2": ("#1a7f5a", "#5fd0a2"),
+    "s3": ("#8b3fa8", "#d295ea"),
+    "s4": ("#8a6d00", "#e0c04a"),
+    "s5": ("#59616e", "#9ba5b3"),
+}
+_METHODS = 6
+_FONT = "system-ui, -apple-system, 'Segoe UI', Roboto, 'Noto Sans', Arial, sans-serif"
+#: Class: attributes, as in CSS. "own" is the colour that is the element's last class.
+_LOOKS = {
+    "paper": "fill:paper",
+    "label": "fill:ink",
+    "bold": "fill:ink;font-weight:650",
+    "heading": "fill:ink;font-weight:650;font-size:14",
+    "number": "fill:ink;font-weight:650;font-size:20",
+    "grid": "stroke:hair",
+    "baseline": "stroke:soft",
+    "target": "stroke:ink;stroke-width:1.5;stroke-dasharray:4 3",
+    "bar-dense": "fill:grey",
+    "bar-pruned": "fill:s0",
+    "curve": "fill:none;stroke:own;stroke-width:1.6;stroke-opacity:.75",
+    "whisker": "stroke:own;stroke-width:1.3;stroke-opacity:.6",
+    "mark": "fill:own;stroke:paper",
+    "series": "fill:own;font-weight:650",
+    "outline": "fill:none;stroke:ink;stroke-width:1.5",
+}
 _MARKS = ("circle", "square", "diamond")
 
 
@@ -74,7 +104,7 @@ def trade_off(series: Sequence[Series], title: str, across: str = "measured spee
     for index, entry in enumerate(drawn):
         points = sorted(entry.points, key=lambda point: point.speed_up)
         places = [(panel.x(point.speed_up), panel.y(100 * point.accuracy)) for point in points]
-        body.append(path(places, f"curve s{index % len(_COLOURS)}"))
+        body.append(path(places, f"curve s{index % _METHODS}"))
         for point, (x, y) in zip(points, places, strict=True):
             body.append(
                 line(
@@ -82,7 +112,7 @@ def trade_off(series: Sequence[Series], title: str, across: str = "measured spee
                     panel.y(100 * point.low),
                     x,
                     panel.y(100 * point.high),
-                    f"whisker s{index % len(_COLOURS)}",
+                    f"whisker s{index % _METHODS}",
                 )
             )
             tip = (
@@ -99,8 +129,8 @@ def trade_off(series: Sequence[Series], title: str, across: str = "measured spee
 
 def _mark(x: float, y: float, index: int, tip: str = "") -> Markup:
     """A point of series ``index``: its colour, and its shape where colours repeat."""
-    class_ = f"mark s{index % len(_COLOURS)}"
-    shape = _MARKS[index // len(_COLOURS) % len(_MARKS)]
+    class_ = f"mark s{index % _METHODS}"
+    shape = _MARKS[index // _METHODS % len(_MARKS)]
     if shape == "circle":
         return dot(x, y, 4.2, class_, tip)
     if shape == "square":
@@ -113,30 +143,32 @@ def _key(names: Sequence[str], x: float, y: float) -> list[Markup]:
     drawn = []
     for index, name in enumerate(names):
         at = y + _PITCH * index
-        drawn.append(line(x, at, x + 18, at, f"curve s{index % len(_COLOURS)}"))
+        drawn.append(line(x, at, x + 18, at, f"curve s{index % _METHODS}"))
         drawn.append(_mark(x + 9, at, index))
         drawn.append(text(x + 26, at + 4, name, "label"))
     return drawn
 
 
 def svg_file(below: float, height: float, words: str, body: Sequence[Markup]) -> Markup:
-    """A whole SVG file: its name space, style and paper."""
-    paper = rect(0, 0, _WIDTH, max(below, height), "paper")
-    inner = picture(_WIDTH, max(below, height), words, [element("style", Markup(_style())), paper, *body])
-    return Markup(inner.replace("<svg ", '<svg xmlns="http://www.w3.org/2000/svg" ', 1))
+    """A whole SVG file of a picture: its name space, colours and paper."""
+    return as_file(picture(_WIDTH, max(below, height), words, body))
 
 
-def _style() -> str:
-    light = "".join(f".s{i}{{--c:{colour}}}" for i, (colour, _) in enumerate(_COLOURS))
-    dark = "".join(f".s{i}{{--c:{colour}}}" for i, (_, colour) in enumerate(_COLOURS))
-    return (
-        "svg{--paper:#fcfcfb;--ink:#15181d;--soft:#59616e;--hair:#e3e6eb}"
-        'text{font:12px system-ui,-apple-system,"Segoe UI",Roboto,"Noto Sans",Arial,sans-serif;fill:var(--soft)}'
-        ".heading{font-size:14px;font-weight:650;fill:var(--ink)}.label{fill:var(--ink)}.paper{fill:var(--paper)}"
-        ".grid{stroke:var(--hair)}.baseline{stroke:var(--soft)}"
-        ".curve{fill:none;stroke:var(--c);stroke-width:1.6;stroke-opacity:.75}"
-        ".whisker{stroke:var(--c);stroke-width:1.3;stroke-opacity:.6}"
-        ".mark{fill:var(--c);stroke:var(--paper)}"
-        f"{light}@media (prefers-color-scheme:dark){{svg{{--paper:#101317;--ink:#e8ebef;--soft:#9ba5b3;"
-        f"--hair:#2b313a}}{dark}}}"
-    )
+def as_file(drawing: Markup, letters: float = 12) -> Markup:
+    """Return a whole SVG file of a picture; ``letters``: their size where their class has none."""
+    dark = {"svg": f"fill:{_COLOURS['soft'][1]}"}
+
+    def painted(found: re.Match[str]) -> str:
+        *_, own = names = found[1].split()
+        looks = [look.split(":") for name in names for look in _LOOKS.get(name, "").split(";") if look]
+        shades = {key: _COLOURS.get(own if value == "own" else value, (value, "")) for key, value in looks}
+        if changes := [f"{key}:{shade}" for key, (_, shade) in shades.items() if shade]:
+            dark[f'[class="{found[1]}"]'] = ";".join(changes)
+        return found[0] + "".join(f' {key}="{shade}"' for key, (shade, _) in shades.items())
+
+    first, _, rest = str(drawing).partition("</title>")
+    rest = re.sub('class="([^"]+)"', painted, str(rect(0, 0, 4000, 4000, "paper")) + rest)
+    rules = "".join(f"{name}{{{changes}}}" for name, changes in dark.items())
+    font = f'fill="{_COLOURS["soft"][0]}" font-family="{_FONT}" font-size="{letters:g}"'
+    head = first.replace("<svg ", f'<svg xmlns="http://www.w3.org/2000/svg" {font} ', 1)
+    return Markup(f"{head}</title><style>@media (prefers-color-scheme:dark){{{rules}}}</style>{rest}")

@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+
+from markupsafe import Markup
 
 from smcp_fx.report.schema import WorthRow
-from smcp_fx.report.svg import Markup, Panel, dot, line, path, picture, rounded_up, text
+from smcp_fx.report.svg import NARROW, WIDE, Panel, ending, line, picture, rounded_up, text
 
-#: Panels side by side on a screen, and on a telephone.
-ACROSS, NARROW_ACROSS = 6, 2
 #: More panels would be a wall of them. Chosen, not measured.
 PANELS = 40
 _LEFT, _CELL, _WIDE, _HIGH = 44.0, 158.0, 130.0, 70.0
-_LETTERS = 20
 
 
-def worth_curves(groups: Sequence[WorthRow], across: int = ACROSS) -> Markup | None:
+def worth_curves(groups: Sequence[WorthRow], wide: float = WIDE) -> Markup | None:
     """Return a panel for each group (the first `PANELS`), all to one scale; None without groups.
 
     Rises are shares of what all choices together cost. The scale ends at four times the largest that was chosen;
@@ -24,45 +22,40 @@ def worth_curves(groups: Sequence[WorthRow], across: int = ACROSS) -> Markup | N
     """
     if not groups:
         return None
-    whole = sum(_at(group) for group in groups) or max(max(group.rises) for group in groups) or 1.0
-    groups = [replace(group, rises=tuple(100 * rise / whole for rise in group.rises)) for group in groups]
-    shown = groups[:PANELS]
-    top = rounded_up(4 * max(_at(group) for group in groups) or 100.0, 2)
+    whole = sum(map(_chosen, groups)) or max(max(group.rises) for group in groups) or 1.0
+    top = rounded_up(400 * max(map(_chosen, groups)) / whole or 100.0, 2)
+    shown, across = groups[:PANELS], 2 if wide == NARROW else 6
     body: list[Markup] = []
     for index, group in enumerate(shown):
         row, column = divmod(index, across)
         panel = Panel(_LEFT + _CELL * column, 34 + (_HIGH + 50) * row, _WIDE, _HIGH, (0, 100), (0, top))
-        body += _panel(panel, group, axis=not column)
-    rows = -(-len(shown) // across)
+        body += _panel(panel, group, 100 / whole, axis=not column)
     words = (
         f"Rise of the loss over the share of channels kept, {len(shown)} groups; the dot is what was chosen"
     )
-    kind = "chart wide" if across == ACROSS else "chart narrow"
-    return picture(_LEFT + _CELL * across, 34 + (_HIGH + 50) * rows, words, body, kind)
+    width = NARROW if wide == NARROW else _LEFT + _CELL * across
+    return picture(width, 34 + (_HIGH + 50) * -(-len(shown) // across), words, body)
 
 
-def _panel(panel: Panel, group: WorthRow, axis: bool) -> list[Markup]:
+def _panel(panel: Panel, group: WorthRow, scale: float, axis: bool) -> list[Markup]:
     top = panel.y_range[1]
-    points = [(100 * c / group.size, r) for c, r in zip(group.counts, group.rises, strict=True)]
-    drawn = [text(panel.left, panel.top - 12, _short(group.name), "label")]
-    for mark in (0.0, top):
-        drawn.append(
-            line(panel.left, panel.y(mark), panel.right, panel.y(mark), "grid" if mark else "baseline")
-        )
+    drawn = [text(panel.left, panel.top - 12, ending(group.name, 20), "label")]
+    for mark, kind in ((0.0, "baseline"), (top, "grid")):
+        drawn.append(line(panel.left, panel.y(mark), panel.right, panel.y(mark), kind))
         if axis:
             drawn.append(text(panel.left - 6, panel.y(mark) + 4, f"{mark:g}%", "tick", "end"))
     for mark, anchor in ((0, "start"), (50, "middle"), (100, "end")):
         drawn.append(text(panel.x(mark), panel.bottom + 16, f"{mark}%", "tick", anchor))
-    drawn.append(path([(panel.x(x), panel.y(y)) for x, y in _below(points, top)], "curve"))
-    rise = _at(group)
+    points = [(100 * c / group.size, r * scale) for c, r in zip(group.counts, group.rises, strict=True)]
+    drawn.append(panel.curve(_below(points, top)))
+    rise = _chosen(group) * scale
     tip = f"{group.name}: {group.kept} of {group.size} kept, {rise:.1f}% of what all choices cost"
-    drawn.append(dot(panel.x(100 * group.kept / group.size), panel.y(min(rise, top)), 4.0, "point", tip))
-    return drawn
+    return [*drawn, panel.point(100 * group.kept / group.size, min(rise, top), tip)]
 
 
-def _at(group: WorthRow) -> float:
+def _chosen(group: WorthRow) -> float:
     """The rise at the count that was chosen."""
-    return dict(zip(group.counts, group.rises, strict=True))[group.kept]
+    return group.rises[group.counts.index(group.kept)]
 
 
 def _below(points: Sequence[tuple[float, float]], top: float) -> list[tuple[float, float]]:
@@ -73,7 +66,3 @@ def _below(points: Sequence[tuple[float, float]], top: float) -> list[tuple[floa
         return inside
     (x, y), (x2, y2) = above[-1], inside[0]
     return [(x + (x2 - x) * (y - top) / (y - y2), top), *inside]
-
-
-def _short(name: str) -> str:
-    return name if len(name) <= _LETTERS else f"\N{HORIZONTAL ELLIPSIS}{name[1 - _LETTERS :]}"

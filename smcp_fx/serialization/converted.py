@@ -8,9 +8,9 @@ import torch
 from torch import fx, nn
 from torch.fx.graph_module import _CodeOnlyModule
 
+from smcp_fx.interface.as_traced import CalledAsTraced
+from smcp_fx.interface.carried import without_answers
 from smcp_fx.tracing import block_hooks
-from smcp_fx.tracing.as_traced import CalledAsTraced
-from smcp_fx.tracing.carried import without_answers
 from smcp_fx.tracing.graph_pickle import listed, rebuilt
 from smcp_fx.tracing.names import holds_unfit_names
 from smcp_fx.tracing.values import NO_AUTOCAST

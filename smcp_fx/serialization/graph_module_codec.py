@@ -9,14 +9,14 @@ import torch
 from torch import Tensor, fx
 
 from smcp_fx.errors import CheckpointError
+from smcp_fx.interface.carried import carried_attributes, carry, is_plain
+from smcp_fx.interface.output_types import plain_containers
 from smcp_fx.serialization.converted import ConvertedModule
 from smcp_fx.serialization.graph_codec import Own, decode_graph, encode_graph, read_values
 from smcp_fx.serialization.module_codec import check_targets, decode_modules, encode_modules
 from smcp_fx.serialization.saved_names import check_identifier
 from smcp_fx.storage.tensor_file import TensorWriter
 from smcp_fx.storage.value_codec import decode_value, encode_value
-from smcp_fx.tracing.carried import carried_attributes, carry, is_plain
-from smcp_fx.tracing.output_types import plain_containers
 
 
 def encode_graph_module(module: fx.GraphModule, tensors: TensorWriter) -> dict[str, Any]:

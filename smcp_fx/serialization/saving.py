@@ -25,6 +25,8 @@ from safetensors import SafetensorError
 from torch import Tensor, fx, nn
 
 from smcp_fx.errors import CheckpointError, InputError
+from smcp_fx.interface.output_types import plain_containers
+from smcp_fx.interface.wrapping import is_prepared
 from smcp_fx.regions import graph_of, runs_in_regions
 from smcp_fx.serialization.converted import ConvertedModule
 from smcp_fx.serialization.graph_codec import Own, own_functions
@@ -36,8 +38,6 @@ from smcp_fx.storage.tensor_file import TensorWriter, restore, write_together
 from smcp_fx.storage.versions import library_versions, saved_with
 from smcp_fx.tracing.autograd_functions import Applied
 from smcp_fx.tracing.copying import deep_copy
-from smcp_fx.tracing.output_types import plain_containers
-from smcp_fx.tracing.wrapping import is_prepared
 
 Model = TypeVar("Model", bound=nn.Module)
 Functions = Sequence[type[torch.autograd.Function]]

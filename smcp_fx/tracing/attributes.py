@@ -32,6 +32,9 @@ _CASTS = {
     "detach",
 }
 
+#: A module, and the name of an attribute of it.
+Attribute = tuple[nn.Module, str]
+
 
 def held_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """The tensors that modules hold as parameters, as buffers and as plain attributes, by path."""
@@ -96,14 +99,36 @@ class Attributes:
             module.training = mode
 
 
-def numbers_of(model: nn.Module) -> dict[tuple[nn.Module, str], Any]:
+def numbers_of(model: nn.Module) -> dict[Attribute, Any]:
     """The numbers that modules keep as plain attributes."""
     return {
         (module, name): value
         for module in model.modules()
         for name, value in vars(module).items()
-        if name != "training" and type(value) in (int, float)
+        if type(value) in (int, float)
     }
+
+
+def flags_of(model: nn.Module) -> dict[Attribute, Any]:
+    """The truth values that modules keep as plain attributes, and the values of buffers of one integer."""
+    return {key: value for module in model.modules() for key, value in _flags(module)}
+
+
+def _flags(module: nn.Module) -> Iterator[tuple[Attribute, Any]]:
+    for name, value in vars(module).items():
+        if type(value) is bool and name != "training":
+            yield (module, name), value
+    for name, buffer in module._buffers.items():
+        if type(buffer) is Tensor and not buffer.is_floating_point() and buffer.numel() == 1:
+            yield (module, name), buffer.tolist()
+
+
+def may_be_initialised(model: nn.Module) -> Iterator[Tensor]:
+    """The parameters of modules, but torch's own, that hold a flag: their first call may set them."""
+    for module in model.modules():
+        own = type(module).__module__.startswith("torch.")
+        if module._parameters and not own and any(True for _ in _flags(module)):
+            yield from (parameter for parameter in module._parameters.values() if parameter is not None)
 
 
 class Assignments:

@@ -25,10 +25,9 @@ from torch.utils import _pytree as pytree
 from torch.utils.hooks import RemovableHandle
 
 from smcp_fx.tracing.copying import sharing
-from smcp_fx.tracing.masking import forward_with_weight
 from smcp_fx.tracing.mode_reads import unmarked
 from smcp_fx.tracing.modes import is_by_mode, with_branches
-from smcp_fx.tracing.own_weights import has_hooks
+from smcp_fx.tracing.own_weights import forward_with_weight, has_hooks
 from smcp_fx.tracing.recurrent import recurrent
 
 #: In a node's meta: the calls of modules that returned it, by their keys in ``nn_module_stack``.

@@ -7,13 +7,13 @@ A graph runs the operations of the call that it gets: its flag `left_out` tells 
 
 from __future__ import annotations
 
+import inspect
 from dataclasses import dataclass
 from itertools import combinations
 from typing import Any
 
 from torch import fx, nn
 
-from smcp_fx.tracing.example_inputs import parameters_of
 from smcp_fx.tracing.example_runs import run_eager
 from smcp_fx.tracing.modes import form_key, is_by_mode, left_out
 
@@ -38,6 +38,14 @@ class Form:
         """The example inputs in this form."""
         defaults = dict(zip(self.places, self.defaults, strict=True))
         return tuple(defaults.get(place, given) for place, given in enumerate(inputs))
+
+
+def parameters_of(model: nn.Module) -> list[inspect.Parameter]:
+    """The arguments of forward; none where they are not known, as of a script."""
+    try:
+        return [*inspect.signature(model.forward).parameters.values()]
+    except (TypeError, ValueError):
+        return []
 
 
 def is_option(default: Any) -> bool:

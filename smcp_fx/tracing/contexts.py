@@ -28,10 +28,10 @@ from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
 from smcp_fx.errors import TraceError
-from smcp_fx.tracing.memory import memory_of_model
+from smcp_fx.tracing.aliases import memory_of_model
 from smcp_fx.tracing.mode_reads import made_beside, returned_instead
 from smcp_fx.tracing.modes import ModeInterpreter
-from smcp_fx.tracing.operations import operation_name, readable_name, writes_in_place
+from smcp_fx.tracing.operations import operation_name, operation_of, readable_name, writes_in_place
 from smcp_fx.tracing.traits import Trait, has
 from smcp_fx.tracing.values import FROZEN, NO_AUTOCAST, TensorInfo
 
@@ -259,13 +259,7 @@ def _unmoved(node: fx.Node) -> fx.Node:
 def _operands(traced: fx.GraphModule, run: Callable[[Callable[..., Any]], Any]) -> dict[fx.Node, fx.Node]:
     finder = _Returned(traced)
     run(finder.run)
-    modules = dict(traced.named_modules())
-    return {
-        node: operand
-        for node, operand in finder.operand.items()
-        if "drop"
-        not in str(operation_name(node, modules[str(node.target)] if node.op == "call_module" else None))
-    }
+    return {n: operand for n, operand in finder.operand.items() if "drop" not in str(operation_of(traced, n))}
 
 
 def _detached(graph: fx.Graph, node: fx.Node, values: dict[str, Any]) -> fx.Node:

@@ -11,8 +11,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
-from smcp_fx.tracing.attributes import Attributes
-from smcp_fx.tracing.first_calls import may_be_initialised
+from smcp_fx.tracing.attributes import Attributes, may_be_initialised
 from smcp_fx.tracing.modes import ALWAYS, Condition, ModeInterpreter
 from smcp_fx.tracing.multiply_adds import MultiplyAdds
 from smcp_fx.tracing.values import info_of, plain_lists

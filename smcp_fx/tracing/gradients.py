@@ -17,6 +17,7 @@ from torch.utils import _pytree as pytree
 from torch.utils import checkpoint as torch_checkpoint
 
 from smcp_fx.errors import TraceError
+from smcp_fx.tracing.constant_values import ancestors
 from smcp_fx.tracing.contexts import same_gradients
 
 _ASKED = {"requires_grad": True, "is_leaf": False}  # and whether the answer is that gradients are kept
@@ -52,13 +53,7 @@ class GradientQuestions:
 
     def tell(self, node: fx.Node) -> bool:
         """Does the node's value follow from such an answer?"""
-        todo, known = [node], {node}
-        while todo and self._nodes:
-            for source in todo.pop().all_input_nodes:
-                if source not in known:
-                    known.add(source)
-                    todo.append(source)
-        return not known.isdisjoint(self._nodes)
+        return bool(self._nodes) and not self._nodes.isdisjoint(ancestors(node))
 
     def compare(self, without: Traced, kept: Traced) -> None:
         """Raise `TraceError` where the graphs differ; else nodes keep gradients where those of ``kept`` do."""

@@ -15,11 +15,9 @@ from typing import Any
 from torch import Tensor, fx, nn
 from torch.fx.proxy import TraceError as FxTraceError
 
+from smcp_fx.tracing.aliases import sharing
 from smcp_fx.tracing.mode_reads import unmarked
-from smcp_fx.tracing.operations import may_be_operand, operation_name, writes_in_place
-from smcp_fx.tracing.rewrites import RESHAPED
-from smcp_fx.tracing.traits import Trait, has
-from smcp_fx.tracing.views import may_be_seen
+from smcp_fx.tracing.operations import operation_name
 
 #: The operators that write, and what they compute.
 PLAIN: dict[Any, Callable[..., Any]] = {
@@ -36,10 +34,6 @@ PLAIN: dict[Any, Callable[..., Any]] = {
 }
 #: Operations that give numbers, even of a tensor.
 _NUMBERS = {"getattr", "getitem", "size", "dim", "numel", "len", "ndimension", "stride", "nelement", "type"}
-
-_CALLS = ("call_function", "call_method", "call_module")
-#: Attributes that are the tensor itself, seen in another way.
-_VIEWS = {"data", "T", "mT", "H", "mH", "real", "imag"}
 
 
 def is_tensor_for_sure(node: fx.Node) -> bool:
@@ -83,11 +77,10 @@ def settle_in_place(graph: fx.Graph, model: nn.Module, value: Callable[[fx.Node]
         if not isinstance(target, fx.Node):
             continue
         earlier = {user for user in place if place[user] < place[node]}
-        names, others = _sharing(target, earlier, model)
+        names, others = sharing(target, earlier, model)
         later = [(name, user) for name in names for user in name.users if place[user] > place[node]]
-        shown = any(map(may_be_seen, names)) or any(
-            other.op in ("placeholder", "get_attr") or any(place[user] > place[node] for user in other.users)
-            for other in others
+        shown = any(one.op in ("placeholder", "get_attr") for one in names | others) or any(
+            place[user] > place[node] for other in others for user in other.users
         )
         if shown or (later and not _keeps_its_type(node, value)):
             continue
@@ -95,52 +88,6 @@ def settle_in_place(graph: fx.Graph, model: nn.Module, value: Callable[[fx.Node]
         node._rename(node.target.__name__)
         for name, user in later:
             user.replace_input_with(name, node)
-
-
-def _sharing(target: fx.Node, earlier: set[fx.Node], model: nn.Module) -> tuple[set[fx.Node], set[fx.Node]]:
-    """The nodes that are the very tensor by another name, and others that may hold its memory, so far."""
-    names, others, todo = {target}, set[fx.Node](), [target]
-    while todo:
-        node = todo.pop()
-        links = [(node, source) for source in node.all_input_nodes]
-        links += [(user, node) for user in node.users if user in earlier]
-        for result, operand in links:
-            other = operand if result is node else result
-            if other in names:
-                continue
-            if node in names and _is_operand(result, operand, model):
-                names.add(other)
-                others.discard(other)
-                todo.append(other)
-            elif other not in others and _may_share(result, operand, model):
-                others.add(other)
-                todo.append(other)
-    return names, others
-
-
-def _is_operand(node: fx.Node, operand: fx.Node, model: nn.Module) -> bool:
-    """Does the node always return this operand itself?"""
-    if not node.args or node.args[0] is not operand or node.op not in _CALLS:
-        return False
-    if node.target in RESHAPED or node.target is operator.setitem:
-        return False
-    module = model.get_submodule(str(node.target)) if node.op == "call_module" else None
-    return writes_in_place(node, model) or operation_name(node, module) == "identity"
-
-
-def _may_share(node: fx.Node, operand: fx.Node, model: nn.Module) -> bool:
-    """May the node's result be memory of this operand?"""
-    if node.op not in _CALLS or node.target is operator.setitem:
-        return False
-    module = model.get_submodule(str(node.target)) if node.op == "call_module" else None
-    name = operation_name(node, module)
-    if name is None:
-        return getattr(node.target, "__module__", "") not in ("math", "builtins")
-    if not node.args or node.args[0] is not operand:
-        return False
-    if name == "getattr":
-        return node.args[1] in _VIEWS
-    return has(name, Trait.MOVES) or may_be_operand(node, model)
 
 
 def _keeps_its_type(node: fx.Node, value: Callable[[fx.Node], Any]) -> bool:

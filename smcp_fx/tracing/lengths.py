@@ -13,7 +13,7 @@ from typing import Any
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
-from smcp_fx.tracing.operations import operation_name
+from smcp_fx.tracing.operations import operation_name, operation_of
 from smcp_fx.tracing.traits import Trait, has
 
 _SPLITS = {"split", "unbind", "chunk", "unsafesplit", "unsafechunk"}
@@ -59,7 +59,7 @@ class Sizes:
         return not self.is_fixed(_source(node), self._dim(node))
 
     def number_of_parts(self, node: fx.Node, proxy: Callable[[fx.Node], Any]) -> Any:
-        """How many parts such a node gives, as a number of the graph (``proxy`` stands for a node)."""
+        """The number of parts that such a node gives, as a number of the graph (``proxy`` makes a node's proxy)."""
         size = proxy(_source(node)).size(self._dim(node))
         name, asked = self._name(node), _asked(node)
         if name == "unbind":
@@ -164,32 +164,41 @@ class Sizes:
         return source, dim if dim < first else dim - len(sizes) + 1
 
     def is_fixed_number(self, node: fx.Node) -> bool:
-        """Does the number follow from such sizes alone?"""
+        """Does the number follow from fixed sizes alone?"""
         todo = [node]
         while todo:
             here = todo.pop()
-            source, dim = (*here.args, None, None)[:2]
-            if here.op == "call_function" and here.target is operator.getitem and isinstance(source, fx.Node):
-                asked = source.target is getattr and source.args[1] == "shape"
-                asked |= source.target == "size" and len(source.args) == 1
-                if asked:
-                    source = source.args[0]
-                else:
-                    source, dim = self._part_of_shape(source, dim)
-            elif here.op == "call_function" and getattr(here.target, "__module__", "") in (
-                "_operator",
-                "math",
-            ):
+            of_numbers = getattr(here.target, "__module__", "") in ("_operator", "math")
+            if of_numbers and here.target is not operator.getitem:
                 todo += here.all_input_nodes
                 continue
-            elif here.op != "call_method" or here.target != "size":
-                return False
-            tensor = self.value(source) if isinstance(source, fx.Node) else None
-            if not isinstance(tensor, Tensor) or type(dim) is not int:
-                return False
-            if not self.is_fixed(source, dim % tensor.dim()):  # type: ignore[arg-type]
+            tensor, dim = self._asked_size(here)
+            if tensor is None or not self.is_fixed(tensor, dim):
                 return False
         return True
+
+    def _asked_size(self, node: fx.Node) -> tuple[fx.Node | None, int]:
+        """The tensor and dimension whose size the node is, as of `x.size(1)` and `x.shape[1]`; None of another."""
+        source, place = _first_two(node)
+        tensor, dims = None, range(0)
+        if node.target is operator.getitem:
+            tensor, dims = self._dims(source)
+        elif node.op == "call_method" and node.target == "size":
+            tensor, dims = source, range(self.value(source).dim())
+        known = type(place) is int and -len(dims) <= place < len(dims)
+        return (tensor, dims[place]) if known else (None, 0)
+
+    def _dims(self, node: Any) -> tuple[fx.Node | None, range]:
+        """The tensor whose sizes the node holds, and of which dimensions: `x.shape`, `x.size()`, `x.shape[1:]`."""
+        if not isinstance(node, fx.Node):
+            return None, range(0)
+        source, index = _first_two(node)
+        if (node.target is getattr and index == "shape") or (node.target == "size" and index is None):
+            return source, range(len(self.value(node)))
+        if node.target is operator.getitem and isinstance(index, slice) and _slices(index):
+            tensor, dims = self._dims(source)
+            return tensor, dims[index]
+        return None, range(0)
 
     def is_multiple(self, node: fx.Node, dim: int, step: Any) -> bool:
         """Is the tensor made so large (`zeros(b, c, 2 * h, w)`) that the step divides its size at any input?"""
@@ -203,19 +212,6 @@ class Sizes:
         times = size.args if isinstance(size, fx.Node) and size.target is operator.mul else ()
         return any(type(factor) is int and factor % step == 0 for factor in times)
 
-    def _part_of_shape(self, part: fx.Node, place: Any) -> tuple[Any, Any]:
-        """The tensor and the dimension that `x.shape[1:][place]` asks for; two times None of another node."""
-        shape, index = (*part.args, None, None)[:2]
-        if part.target is not operator.getitem or not isinstance(shape, fx.Node) or type(place) is not int:
-            return None, None
-        asks = (shape.target is getattr and shape.args[1] == "shape") or (
-            shape.target == "size" and len(shape.args) == 1
-        )
-        if not asks or not isinstance(index, slice) or not _slices(index):
-            return None, None
-        dims = range(len(self.value(shape)))[index]
-        return (shape.args[0], dims[place]) if -len(dims) <= place < len(dims) else (None, None)
-
     def _is_written(self, sizes: list[Any], dim: int) -> bool:
         """Is the size of the dimension a known number in the arguments of `view`, `zeros` and their like?"""
         size = sizes[dim] if dim < len(sizes) else None
@@ -224,10 +220,7 @@ class Sizes:
         return type(size) is int and size > 0
 
     def _name(self, node: fx.Node) -> str:
-        if node.op not in ("call_function", "call_method", "call_module"):
-            return ""
-        module = self.model.get_submodule(str(node.target)) if node.op == "call_module" else None
-        return operation_name(node, module) or ""
+        return (operation_of(self.model, node) if node.op.startswith("call_") else None) or ""
 
 
 def write_out_kernels(graph: fx.Graph, sizes: Sizes) -> None:
@@ -253,6 +246,10 @@ def _slices(index: Any) -> bool:
     parts = index if isinstance(index, tuple) else (index,)
     edges = [edge for part in parts if isinstance(part, slice) for edge in (part.start, part.stop, part.step)]
     return all(isinstance(part, slice) for part in parts) and all(type(e) in (int, type(None)) for e in edges)
+
+
+def _first_two(node: fx.Node) -> tuple[Any, Any]:
+    return (*node.args, None, None)[:2]  # type: ignore[return-value]
 
 
 def _source(node: fx.Node) -> Any:

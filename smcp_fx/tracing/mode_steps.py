@@ -95,7 +95,7 @@ def _aligned(
 
 
 def returning_other_shapes(traces: Sequence[ModeTrace], paths: Paths) -> set[str]:
-    """The modules that return tensors of other shapes by what they decide: what reads these is no one operation."""
+    """The modules whose modes change the shapes that they return: their readers must not be merged across modes."""
     shapes: dict[Any, Any] = {}
     found = set[str]()
     for trace in traces:

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import operator
 import re
+import sys
 from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from functools import partial
@@ -28,6 +29,7 @@ import torch
 from torch import fx
 from torch.fx.graph import CodeGen, PythonCode
 
+from smcp_fx.errors import InputError
 from smcp_fx.tracing.names import any_names, holds_unfit_names
 from smcp_fx.tracing.sentences import TAKEN, listed_paths
 from smcp_fx.tracing.values import NO_AUTOCAST
@@ -52,10 +54,17 @@ def by_mode(training: bool, evaluated: Any, trained: Any) -> Any:
 
 def left_out(given: tuple[Any, ...], defaults: tuple[Any, ...]) -> bool:
     """Whether the arguments of a call are all at these defaults: None, a truth value or a string."""
-    return all(
+    found = all(
         value is default or (type(value) is type(default) and value == default)
         for value, default in zip(given, defaults, strict=True)
     )
+    caller = sys._getframe(1).f_code.co_filename
+    if found and torch.compiler.is_exporting() and caller == fx.interpreter.__file__:
+        raise InputError(
+            "torch.export runs a graph's nodes one by one, also those of calls with arguments that this call leaves "
+            "out. Export torch.nn.Sequential(model) instead, or what convert(prepared, into=model) returns"
+        )
+    return found
 
 
 def form_key(names: Iterable[str]) -> str:

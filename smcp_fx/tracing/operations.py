@@ -17,8 +17,6 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from smcp_fx.tracing.traits import Trait, has
-
 _IN_OPERATORS = frozenset("iadd isub imul itruediv ipow ifloordiv imod iand ior ixor setitem".split())
 _ALIASES = {
     "iadd": "add",
@@ -123,9 +121,9 @@ def operation_name(node: fx.Node, module: nn.Module | None) -> str | None:
     return function_name(node.target) if callable(node.target) else None
 
 
-def operation_of(graph: fx.GraphModule, node: fx.Node) -> str | None:
+def operation_of(model: nn.Module, node: fx.Node) -> str | None:
     """Return the name of a node's operation, whichever way the network calls it; None where it has none."""
-    return operation_name(node, graph.get_submodule(str(node.target)) if node.op == "call_module" else None)
+    return operation_name(node, model.get_submodule(str(node.target)) if node.op == "call_module" else None)
 
 
 def readable_name(node: fx.Node) -> str:
@@ -148,12 +146,6 @@ def writes_in_place(node: fx.Node, module: nn.Module) -> bool:
     place = _place_of_inplace(node.target) if callable(node.target) else None
     asked = node.args[place] if place is not None and len(node.args) > place else node.kwargs.get("inplace")
     return plain or in_operator or asked is True
-
-
-def may_be_operand(node: fx.Node, module: nn.Module) -> bool:
-    """May the node return its first operand itself, instead of a tensor of its own?"""
-    target = module.get_submodule(str(node.target)) if node.op == "call_module" else None
-    return writes_in_place(node, module) or has(operation_name(node, target), Trait.SAME)
 
 
 @functools.cache

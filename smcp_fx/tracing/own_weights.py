@@ -12,6 +12,8 @@ from __future__ import annotations
 from collections.abc import Container
 from typing import Any
 
+import torch
+import torch.nn.functional as F
 from torch import Tensor, fx, nn
 from torch.nn.utils import parametrize
 from torch.nn.utils.prune import BasePruningMethod
@@ -122,3 +124,29 @@ def _end_parametrisation(module: nn.Module, lists: nn.Module, name: str) -> None
             parametrize._inject_new_class(module)
             for other in lists._modules:
                 parametrize._inject_property(module, other)
+
+
+def forward_with_weight(module: nn.Module, weight: Tensor, *args: Any, **kwargs: Any) -> Any:
+    """Call ``module`` with another tensor in place of its ``weight``."""
+    kind = type(module) if not has_hooks(module) else None  # they are called with the module
+    args = args or (kwargs.pop("input"),)
+    if kind in (nn.Conv1d, nn.Conv2d, nn.Conv3d):
+        return module._conv_forward(args[0], weight, module.bias)  # type: ignore[operator]
+    if kind is nn.Linear:
+        return F.linear(args[0], weight, module.bias)  # type: ignore[arg-type]
+    if kind in (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d) and _is_usual(module):
+        return _batch_norm(module, weight, args[0])
+    return torch.func.functional_call(module, {"weight": weight}, args, kwargs)
+
+
+def _is_usual(norm: Any) -> bool:
+    return norm.track_running_stats and norm.running_mean is not None and norm.momentum is not None
+
+
+def _batch_norm(norm: Any, weight: Tensor, x: Tensor) -> Tensor:
+    """Run a usual batch norm's forward without the cost of `functional_call`."""
+    norm._check_input_dim(x)
+    if norm.training and norm.num_batches_tracked is not None:
+        norm.num_batches_tracked.add_(1)
+    statistics = norm.running_mean, norm.running_var
+    return F.batch_norm(x, *statistics, weight, norm.bias, norm.training, norm.momentum, norm.eps)

@@ -11,7 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import fx, nn
 
-from smcp_fx.tracing.operations import operation_name, writes_in_place
+from smcp_fx.tracing.constant_values import ancestors
+from smcp_fx.tracing.operations import operation_name, operation_of, writes_in_place
 from smcp_fx.tracing.values import TensorInfo
 
 _EXPANSIONS = {"expand", "expandas", "broadcastto", "cat", "repeat", "repeatinterleave", "tile"}
@@ -262,12 +263,11 @@ def _waits(
     ``alone`` gets the values that are smaller then.
     """
     for user in node.users:
-        module = traced.get_submodule(str(user.target)) if user.op == "call_module" else None
-        name, value = operation_name(user, module), values.get(user.name)
+        name, value = operation_of(traced, user), values.get(user.name)
         if writes_in_place(user, traced):
             return False
         others = [values.get(n.name) for n in user.all_input_nodes if n is not node]
-        arithmetic = module is None and name in ("add", "sub", "mul", "div")
+        arithmetic = user.op != "call_module" and name in ("add", "sub", "mul", "div")
         if arithmetic and _broadcast([held, *others]) == info.shape:
             continue
         on_its_own = name in _ALONE or (arithmetic and not others)
@@ -300,14 +300,7 @@ def add_computed_biases(traced: fx.GraphModule, values: dict[str, Any]) -> None:
 
 def _is_constant(node: fx.Node) -> bool:
     """Does the node follow from parameters alone?"""
-    known, todo = {node}, [node]
-    while todo:
-        one = todo.pop()
-        if one.op not in ("get_attr", "call_function", "call_method"):
-            return False
-        todo += [source for source in one.all_input_nodes if source not in known]
-        known.update(one.all_input_nodes)
-    return True
+    return all(one.op in ("get_attr", "call_function", "call_method") for one in ancestors(node))
 
 
 def _broadcast(values: list[Any]) -> tuple[int, ...] | None:

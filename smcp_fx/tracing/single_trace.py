@@ -15,23 +15,20 @@ from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
 from smcp_fx.errors import SmcpError, TraceError
-from smcp_fx.tracing.attributes import Attributes
+from smcp_fx.tracing.attributes import Attribute, Attributes
 from smcp_fx.tracing.autograd_functions import functions_kept
 from smcp_fx.tracing.block_hooks import note_call
-from smcp_fx.tracing.buffers import Buffers, WritesBuffersError
 from smcp_fx.tracing.contexts import AutocastError, Contexts
-from smcp_fx.tracing.counts import Counters, Counts, CountsError, paths_of
 from smcp_fx.tracing.example_runs import first_line, unchanged
-from smcp_fx.tracing.first_calls import Flags, InitialisesItselfError
 from smcp_fx.tracing.mode_paths import Modes, ModeTrace
 from smcp_fx.tracing.mode_reads import ReadsOfTraining
 from smcp_fx.tracing.mode_steps import alike
 from smcp_fx.tracing.own_weights import LAYERS, computed_by_hooks, is_parametrised_layer, own_weight
 from smcp_fx.tracing.parameter_writes import written_parameter
 from smcp_fx.tracing.plain_attention import forward_of, is_plain_attention, slow_path
-from smcp_fx.tracing.recalled import RecallsError, kept_by_forward, recalled
 from smcp_fx.tracing.sentences import is_ours
 from smcp_fx.tracing.shape_tracer import KeptOutsideError, ShapeTracer
+from smcp_fx.tracing.state_between_calls import State, StateError
 
 #: Files whose hooks are part of the forward, which reads what they keep.
 _OF_FORWARD = {"transformers.utils.output_capturing"}
@@ -210,8 +207,8 @@ def _registered(root: nn.Module, name: str) -> Tensor | None:
     return None if module is None else module._parameters.get(last, module._buffers.get(last))
 
 
-#: A trace, and the numbers that its forward counts up.
-_Once = tuple[ModeTrace, Counters]
+#: A trace, the model's state before it, and the numbers that its forward counts up.
+_Once = tuple[ModeTrace, State, set[Attribute]]
 
 
 def _set(model: nn.Module, modes: tuple[bool, Modes]) -> None:
@@ -244,22 +241,22 @@ def trace_in_mode(
 ) -> ModeTrace:
     """Trace the model in these modes. ``fixed``: the places of inputs that are what they are in the example.
 
-    Raises `CountsError` where its forward counts its calls, and the count changes what it does.
+    Raises `StateError` where a call changes what the next one computes.
     """
-    counts, before = Counts(model), Attributes(model)
-    traced = _trace_so(model, inputs, modes, leaves, fixed)
-    if counters := traced[1]:  # would a later call be traced to something else?
-        counts.put(counters)
+    before = Attributes(model)
+    traced, state, counters = _trace_so(model, inputs, modes, leaves, fixed)
+    if counters:  # would a later call be traced to something else?
+        state.count_on(counters)
         try:
-            later = _trace_so(model, inputs, modes, leaves, fixed)
-            same = alike(model, traced[0].graph, later[0].graph)
+            later = _trace_so(model, inputs, modes, leaves, fixed)[0]
+            same = alike(model, traced.graph, later.graph)
         except TraceError:
             same = False
         finally:
             before.restore()
         if not same:
-            raise CountsError(paths_of(model, counters))
-    return traced[0]
+            raise state.depends_on(counters)
+    return traced
 
 
 def _trace_so(
@@ -271,7 +268,7 @@ def _trace_so(
 ) -> _Once:
     try:
         return _trace_once(model, inputs, modes, leaves, fixed, proxy_buffers=True)
-    except (WritesBuffersError, InitialisesItselfError, RecallsError, AutocastError, HooksError):
+    except (StateError, AutocastError, HooksError):
         raise
     except TraceError:
         if not any(True for _ in model.buffers()):
@@ -289,17 +286,15 @@ def _trace_once(
     *,
     proxy_buffers: bool,
 ) -> _Once:
-    before, counts = Attributes(model), Counts(model)
+    before, state = Attributes(model), State(model, inputs, lambda: _set(model, modes))
     _set(model, modes)
     seen = {path: module.training for path, module in model.named_modules()}
     tracer = _Tracer(inputs, leaves, proxy_buffers, fixed)
-    buffers, written, flags = Buffers(model), set[str](), Flags(model)
     reads = ReadsOfTraining(model, tracer.log.read, tracer.evaluating)
     try:
         with reads, tracer.contexts.watched(), functions_kept(tracer):
             graph = tracer.trace(model)
-        changed, kept = counts.changed(model), kept_by_forward(model)
-        raised = flags.raised(model, graph)
+        state.note(graph)
     except Exception as error:
         where = next(
             (
@@ -325,15 +320,8 @@ def _trace_once(
             + advice
         ) from error
     finally:
-        written |= buffers.restore()
+        state.restore()
         before.restore()
-    if written:
-        raise WritesBuffersError(written)
-    if raised and (first := flags.once(raised, model, inputs, seen)):
-        raise InitialisesItselfError(first)
     if tracer.contexts.autocast:
         raise AutocastError(tracer.contexts.autocast)
-    if kept and (paths := recalled(kept, model, inputs, lambda: _set(model, modes))):
-        raise RecallsError(paths)
-    counters = counts.among(changed, model, inputs, lambda: _set(model, modes)) if changed else set()
-    return ModeTrace(graph, seen, tracer.log, tracer.assumptions), counters
+    return ModeTrace(graph, seen, tracer.log, tracer.assumptions), state, state.check()

@@ -21,7 +21,6 @@ import torch
 from torch import Tensor, fx, nn
 
 from smcp_fx.errors import InputError, TraceError
-from smcp_fx.tracing.buffers import WritesBuffersError, fill_caches
 from smcp_fx.tracing.call_forms import Form, forms_of
 from smcp_fx.tracing.contexts import (
     AutocastError,
@@ -30,18 +29,15 @@ from smcp_fx.tracing.contexts import (
     pin_layers,
     without_gradients,
 )
-from smcp_fx.tracing.counts import CountsError
 from smcp_fx.tracing.example_runs import first_line, images_in, record, run_eager, same_values, unchanged
-from smcp_fx.tracing.first_calls import INITIALISES, InitialisesItselfError
 from smcp_fx.tracing.mode_merging import UnexplainedError, merged
 from smcp_fx.tracing.mode_paths import Exploring, Modes, ModeTrace
 from smcp_fx.tracing.modes import require_one_mode, with_branches
 from smcp_fx.tracing.plain_attention import slow_path
-from smcp_fx.tracing.recalled import RecallsError
 from smcp_fx.tracing.recurrent import open_recurrent_layers
 from smcp_fx.tracing.rewrites import add_computed_biases, drop_expansions, normalise
 from smcp_fx.tracing.single_trace import HooksError, Leaves, fails, trace_in_mode
-from smcp_fx.tracing.size_caches import forgotten
+from smcp_fx.tracing.state_between_calls import WRITES, StateError, fill_caches, forgotten
 from smcp_fx.tracing.values import OPAQUE
 
 
@@ -146,10 +142,9 @@ def _require_traceable(model: nn.Module, inputs: tuple[Any, ...]) -> None:
     """Raise `InputError` for compiled models, which have no Python to trace, and for empty inputs."""
     scripted = isinstance(model, torch.jit.ScriptModule)
     if scripted or isinstance(getattr(model, "_orig_mod", None), nn.Module):
-        why = "torch.jit, and its script cannot be written as Python" if scripted else "torch.compile"
         raise InputError(
-            f"the model is compiled by {why}: prepare the model that it was made from, and compile what convert "
-            "returns."
+            f"the model is compiled by {'torch.jit' if scripted else 'torch.compile'}: prepare the model that it was "
+            "made from, and compile what convert returns."
         )
     for given in inputs:
         if isinstance(given, Tensor) and not given.numel():
@@ -190,24 +185,12 @@ def _with_leaves(
             if hooks:
                 raise
             hooks = True
-        except WritesBuffersError as error:
-            if fill_caches(model, inputs, error.paths):
+        except StateError as error:
+            if error.why == WRITES and fill_caches(model, inputs, error.paths):
                 continue
             if "" in error.paths or error.paths & why.keys():
                 raise
-            why |= {path: f"{path!r} writes into its own buffers" for path in error.paths}
-        except InitialisesItselfError as error:
-            if "" in error.paths or error.paths & why.keys():
-                raise
-            why |= {path: f"{path!r} {INITIALISES}" for path in error.paths}
-        except CountsError as error:
-            if "" in error.paths or error.paths & why.keys():
-                raise
-            why |= {path: f"{path!r} counts its calls" for path in error.paths}
-        except RecallsError as error:
-            if "" in error.paths or error.paths & why.keys():
-                raise
-            why |= {path: f"{path!r} keeps tensors from one call for the next" for path in error.paths}
+            why |= {path: f"{path!r} {error.why}" for path in error.paths}
         except AutocastError as error:
             if error.paths & why.keys() or not error.by_themselves(model):
                 raise

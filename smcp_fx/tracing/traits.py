@@ -15,20 +15,22 @@ class Trait(Flag):
     MOVES = auto()
     #: Of those that move: the result is always a tensor of its own.
     COPIES = auto()
-    #: Of those that move: puts elements into other dimensions, so that which channels meet may follow from sizes.
+    #: Of those that move: merges or splits dimensions, so that sizes may decide which channels meet.
     REGROUPS = auto()
     #: Puts several tensors into one.
     JOINS = auto()
     #: Adds elements at the ends of dimensions.
     PADS = auto()
-    #: Computes each element from those that broadcasting brings to its place.
+    #: Computes each element from the operands' elements at the same place, after broadcasting.
     ELEMENTWISE = auto()
     #: Makes a tensor of one value, of the sizes given.
     FILLS = auto()
-    #: Of element-wise ones: the values are drawn, or are no values at all.
+    #: Of element-wise ones: the result is random or uninitialised.
     DRAWN = auto()
     #: Returns the operand itself, always or in some mode or for some type.
     SAME = auto()
+    #: Of those that do not move: the result is the operand's memory, seen in another way.
+    VIEWS = auto()
 
 
 _NAMES = {
@@ -67,6 +69,10 @@ _NAMES = {
         alphadropout asarray astensor bfloat16 bool byte detach double dropblock2d dropblock3d dropout dropout1d
         dropout2d dropout3d featurealphadropout float half identity int long pos positive short stochasticdepth
         to type typeas
+    """,
+    Trait.VIEWS: """
+        adjoint asstrided dsplit einsum hsplit imag meshgrid ravel real resolveconj resolveneg unfold viewascomplex
+        viewasreal vsplit
     """,
 }
 

@@ -17,13 +17,12 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 from torch.fx.proxy import TraceError as FxTraceError
-from torch.utils import _pytree as pytree
 
+from smcp_fx.tracing.aliases import sharing
 from smcp_fx.tracing.in_place import PLAIN
 from smcp_fx.tracing.lengths import Sizes
-from smcp_fx.tracing.operations import may_be_operand, operation_name, writes_in_place
+from smcp_fx.tracing.operations import writes_in_place
 from smcp_fx.tracing.sentences import AGAIN, TAKEN, express
-from smcp_fx.tracing.traits import Trait, has
 from smcp_fx.tracing.write_places import (
     Every,
     Span,
@@ -155,33 +154,12 @@ class _Write:
 
     def _is_shared(self, target: fx.Node) -> bool:
         """Does anyone who reads later, or the caller, hold the target's memory under another name?"""
-        known, todo, after = {target}, [target], self.place[self.node]
-        while todo:
-            node = todo.pop()
-            if node.op in ("placeholder", "get_attr"):
-                return True
-            upward = [source for source in node.all_input_nodes if self._may_alias(node, source)]
-            earlier = [
-                user for user in node.users if self.place[user] < after and self._may_alias(user, node)
-            ]
-            for other in (*upward, *earlier):
-                if other not in known:
-                    known.add(other)
-                    todo.append(other)
-        return any(self.place[user] > after for node in known - {target} for user in node.users)
-
-    def _may_alias(self, node: fx.Node, source: fx.Node) -> bool:
-        """May the node's result be memory of this operand?"""
-        if node.op not in ("call_function", "call_method", "call_module") or node.target is operator.setitem:
-            return False
-        held = _storages(self.value(node))
-        if not held.isdisjoint(_storages(self.value(source))):
-            return True
-        if not held or node.all_input_nodes[0] is not source:
-            return False
-        module = self.model.get_submodule(str(node.target)) if node.op == "call_module" else None
-        name = operation_name(node, module)
-        return name is None or has(name, Trait.MOVES) or name == "getattr" or may_be_operand(node, self.model)
+        after = self.place[self.node]
+        names, others = sharing(target, {user for user in self.place if self.place[user] < after}, self.model)
+        known = names | others
+        return any(node.op in ("placeholder", "get_attr") for node in known) or any(
+            self.place[user] > after for node in known - {target} for user in node.users
+        )
 
     # ---- the new tensor ---------------------------------------------------------------------------------
 
@@ -326,11 +304,6 @@ class _Write:
         if not isinstance(node, fx.Node):
             return node
         return self.stops[node] if node in self.stops else self.value(node)
-
-
-def _storages(value: Any) -> set[int]:
-    """Whose memory the tensors of a value are; none of a size."""
-    return {t.untyped_storage()._cdata for t in pytree.tree_leaves(value) if isinstance(t, Tensor)}
 
 
 def _is_mask(value: Any) -> bool:

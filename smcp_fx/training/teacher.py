@@ -16,10 +16,10 @@ from torch import Tensor, nn
 
 from smcp_fx.config import is_number
 from smcp_fx.errors import InputError
+from smcp_fx.interface.wrapping import is_prepared, unwrapped
 from smcp_fx.output_kinds import Kinds, Reading, named_tensors, read_outputs, spread, told
 from smcp_fx.pruning.loop_watch import tell
 from smcp_fx.tracing.copying import deep_copy
-from smcp_fx.tracing.wrapping import is_prepared, unwrapped
 from smcp_fx.training.features import Student, hooked, require_modules
 
 

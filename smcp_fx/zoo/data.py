@@ -17,6 +17,8 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, Subset, TensorDataset
 
 from smcp_fx.errors import InputError
+from smcp_fx.output_kinds import named_tensors
+from smcp_fx.zoo.answers import Answers
 from smcp_fx.zoo.image_folder import image_folder, plain_images
 from smcp_fx.zoo.pretrained import Preprocessing
 
@@ -28,7 +30,8 @@ _MOST_WORKERS = 8
 class ImageData:
     """Training and test images with integer labels; each sample is ([channels, size, size], label).
 
-    ``workers``: the processes that load them; 0 is this one. ``labelled``: False where the labels mean nothing.
+    ``workers``: the processes that load them; 0 is this one. ``labelled``: False where the labels mean nothing;
+    ``answers`` then says what the outputs are that stand beside the test samples, once they do.
     """
 
     name: str
@@ -39,24 +42,40 @@ class ImageData:
     size: int
     workers: int = 0
     labelled: bool = True
+    answers: Answers | None = None
+
+    def right(self, outputs: Any, labels: Any) -> float:
+        """Return how many of a batch of test samples a network gets right: by labels, or as far as they agree."""
+        if self.answers is not None:
+            return self.answers.agreement(outputs, labels)
+        return int((outputs.argmax(1).cpu() == labels).sum())
 
     def drawn(self, count: int, seed: int) -> ImageData:
         """Return the data with this many of the training images."""
         order = torch.randperm(len(self.train), generator=torch.Generator().manual_seed(seed))  # type: ignore[arg-type]
         return replace(self, train=Subset(self.train, order[:count].tolist()))
 
-    def labelled_by(self, network: nn.Module, channels: int, size: int) -> ImageData:
-        """Return the data with a network's predictions as labels of the test images."""
+    def beside(self, network: nn.Module, channels: int, size: int) -> ImageData:
+        """Return the data with a network's outputs, by name, as labels of the test samples. Raises `InputError`."""
         device = next((p.device for p in network.parameters()), torch.device("cpu"))
-        given: list[Tensor] = []
+        kept: list[dict[str, Tensor]] = []
         training = network.training
         network.eval()
         with torch.no_grad():
-            for images, _ in self.tests(64, channels, size):
-                given.append(network(images.to(device)).cpu())
+            for inputs, _ in self.tests(64, channels, size):
+                given = as_tuple(inputs)
+                found = named_tensors(network(*(tensor.to(device) for tensor in given)))
+                if not found or any(len(output) != len(given[0]) for output in found.values()):
+                    raise InputError(
+                        "the network's outputs are not numbers for each sample in their first axis, so that samples "
+                        "cannot be compared: prune it in Python, by a loss of your own"
+                    )
+                kept += [
+                    {name: output[i].cpu().clone() for name, output in found.items()}
+                    for i in range(len(given[0]))
+                ]
         network.train(training)
-        scores = torch.cat(given)
-        return replace(self, test=_Relabelled(self.test, scores.argmax(1).tolist()), classes=scores.shape[1])
+        return replace(self, test=_Beside(self.test, kept))
 
     def steps_per_epoch(self, batch: int) -> int:
         """Return the optimiser steps of an epoch; the last, smaller batch is dropped."""
@@ -67,7 +86,7 @@ class ImageData:
             )
         return steps
 
-    def epoch(self, batch: int, seed: int, channels: int, size: int) -> Iterator[tuple[Tensor, Tensor]]:
+    def epoch(self, batch: int, seed: int, channels: int, size: int) -> Iterator[tuple[Any, Any]]:
         """Yield one epoch of shuffled training batches; equal seeds give equal batches."""
         generator = torch.Generator().manual_seed(seed)
         loader = DataLoader(
@@ -75,7 +94,7 @@ class ImageData:
         )
         return (_fit(images, channels, size, labels) for images, labels in _told(loader))
 
-    def tests(self, batch: int, channels: int, size: int) -> Iterator[tuple[Tensor, Tensor]]:
+    def tests(self, batch: int, channels: int, size: int) -> Iterator[tuple[Any, Any]]:
         """Yield the test images in order."""
         loader = DataLoader(self.test, batch, num_workers=self.workers)
         return (_fit(images, channels, size, labels) for images, labels in _told(loader))
@@ -89,18 +108,25 @@ def _told(loader: DataLoader[Any]) -> Iterator[tuple[Tensor, Tensor]]:
         raise InputError(str(error).rpartition(f"{InputError.__module__}.InputError: ")[2].strip()) from error
 
 
-class _Relabelled(Dataset[Any]):
-    def __init__(self, images: Dataset[Any], labels: list[int]) -> None:
-        self.images, self.labels = images, labels
+def as_tuple(inputs: Any) -> tuple[Tensor, ...]:
+    """Return a batch's inputs as a tuple."""
+    return (inputs,) if isinstance(inputs, Tensor) else tuple(inputs)
+
+
+class _Beside(Dataset[Any]):
+    """Samples with the outputs of a network."""
+
+    def __init__(self, samples: Dataset[Any], outputs: list[dict[str, Tensor]]) -> None:
+        self.samples, self.outputs = samples, outputs
 
     def __len__(self) -> int:
-        return len(self.labels)
+        return len(self.outputs)
 
-    def __getitem__(self, index: int) -> tuple[Any, int]:
-        return self.images[index][0], self.labels[index]
+    def __getitem__(self, index: int) -> tuple[Any, dict[str, Tensor]]:
+        return self.samples[index][0], self.outputs[index]
 
 
-def _fit(images: Tensor, channels: int, size: int, labels: Tensor) -> tuple[Tensor, Tensor]:
+def _fit(images: Tensor, channels: int, size: int, labels: Any) -> tuple[Tensor, Any]:
     if images.shape[1] != channels:
         images = images.expand(-1, channels, -1, -1) if images.shape[1] == 1 else images.mean(1, keepdim=True)
     if images.shape[-1] != size:

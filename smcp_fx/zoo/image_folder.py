@@ -33,7 +33,7 @@ def image_folder(
     if not (root / "train").is_dir() or test_folder is None:
         raise InputError(
             f"imagefolder:{root} needs the folders train/ and val/ (or test/) with a folder a class"
-            + _absent(root)
+            + absent(root)
         )
     try:
         train = ImageFolder(str(root / "train"), _training(images, augment), loader=read_image)
@@ -47,7 +47,8 @@ def image_folder(
     return train, test, len(train.classes)
 
 
-def _absent(root: Path) -> str:
+def absent(root: Path) -> str:
+    """Say so where there is no such folder."""
     return "" if root.is_dir() else "; there is no such folder"
 
 
@@ -66,7 +67,7 @@ def image_files(root: Path) -> list[str]:
     files = sorted(str(path) for path in root.rglob("*") if path.suffix.lower() in IMG_EXTENSIONS)
     if len(files) < 2:
         raise InputError(
-            f"images:{root}: there are {len(files)} images below it; two are the least" + _absent(root)
+            f"images:{root}: there are {len(files)} images below it; two are the least" + absent(root)
         )
     return files
 

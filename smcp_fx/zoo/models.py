@@ -14,9 +14,10 @@ import torch
 from torch import Tensor, nn
 
 from smcp_fx.errors import InputError
-from smcp_fx.tracing.example_inputs import first_convolution
+from smcp_fx.interface.example_inputs import first_convolution, shape_of_text
 from smcp_fx.tracing.example_runs import run_eager
 from smcp_fx.zoo.data import ImageData, call_factory
+from smcp_fx.zoo.onnx_file import examples_of, read_network
 from smcp_fx.zoo.weights import Weights, load_weights
 
 #: Most numbers in a batch of images: 4 GiB.
@@ -39,15 +40,13 @@ class FittedModel:
     notes: tuple[str, ...]
     accuracy: float | None = None
     trained: bool = False
-    inputs: tuple[Tensor, ...] | None = None  # of an ONNX file
+    output_names: tuple[str, ...] = ()  # of an ONNX file
 
     def examples(self, batch: int) -> tuple[Tensor, ...]:
         """Return random inputs of so many samples."""
-        if self.inputs is None:
-            return (example_images(batch, self.channels, self.size, self.size),)
-        if batch == len(self.inputs[0]):
-            return self.inputs
-        return tuple(tensor[:1].expand(batch, *tensor.shape[1:]).clone() for tensor in self.inputs)
+        if self.output_names:
+            return examples_of(self.model, batch)
+        return (example_images(batch, self.channels, self.size, self.size),)
 
 
 def load_model(
@@ -128,8 +127,8 @@ def _classes_of(weights: Weights | None) -> int:
 def build_model(spec: str, **options: Any) -> nn.Module:
     """Build ``torchvision:NAME`` (of any task), ``timm:NAME``, ``onnx:FILE``, ``smcp:NAME`` or ``file.py:factory``.
 
-    ``smcp:`` names networks of the recipes. ``options`` go to the builder of a named network. Weights are random, but
-    for those of a file.
+    ``smcp:`` names networks of the recipes. ``options`` go to the builder of a named network; a file has ``size``, as
+    for `read_network`. Weights are random, but for those of a file.
     Raises `InputError` for networks that do not exist or cannot be built.
     """
     kind, _, name = spec.partition(":")
@@ -150,13 +149,8 @@ def build_model(spec: str, **options: Any) -> nn.Module:
     if kind == "timm" and name:
         return _create_timm(name, **options)
     if kind == "onnx" and name:
-        from smcp_fx.backends import import_runtime
-
-        read = import_runtime(
-            "smcp_fx.backends.onnx.importing.reading", "--model onnx:", "pip install onnxruntime"
-        )
-        imported: nn.Module = read.from_onnx(name)
-        return imported
+        network: nn.Module = read_network(name, options.get("size"))
+        return network
     if kind == "smcp" and name:
         from smcp_fx.zoo.networks import build_network
 
@@ -173,6 +167,25 @@ def example_images(batch: int, *sizes: int) -> Tensor:
             f"images of {shape} hold more than {_MOST_VALUES} numbers: take a smaller batch or smaller images"
         )
     return torch.randn(batch, *sizes)
+
+
+def network_and_inputs(
+    spec: str, size: str | None = None, batch: int = 2
+) -> tuple[nn.Module, tuple[Tensor, ...] | None]:
+    """Build a network as `build_model` does, and random inputs of ``size``; None without one, but of a file its own.
+
+    ``size``: of an image, a side ("224") or all sizes without the batch ("3x224x224"); of a file see `read_network`.
+    """
+    if spec.startswith("onnx:"):
+        model = build_model(spec, size=size)
+        return model, examples_of(model, batch)
+    model = build_model(spec)
+    if size is None:
+        return model, None
+    try:
+        return model, (example_images(*shape_of_text(model, size, batch)),)
+    except InputError as error:
+        raise InputError(f"--input-size {size!r}: {error}") from error
 
 
 def _torchvision(name: str, classes: int) -> nn.Module:
@@ -235,8 +248,11 @@ def _fit(model: nn.Module, spec: str, data: ImageData, sizes: Sequence[int] | No
         except Exception as error:
             reasons.append(f"{size}: {str(error).splitlines()[0] if str(error) else type(error).__name__}")
             continue
-        if not isinstance(output, Tensor) or output.dim() != 2 or output.shape[1] < data.classes:
+        if not isinstance(output, Tensor) or output.dim() != 2 or output.shape[1] < max(data.classes, 2):
             shape = tuple(output.shape) if isinstance(output, Tensor) else type(output).__name__
-            raise InputError(f"{spec} is not a classifier of {data.classes} classes: its output is {shape}")
+            raise InputError(
+                f"{spec} is not a classifier{f' of {data.classes} classes' * bool(data.classes)}: its output is "
+                f"{shape}. smcp_fx.compress(model, images) takes any output"
+            )
         return channels, size
     raise InputError(f"{spec} runs at none of the image sizes tried ({'; '.join(reasons[:3])})")

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import socket
 import urllib.request
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -12,6 +13,16 @@ import torch
 
 from smcp_fx.errors import InputError
 from smcp_fx.zoo.weights import Weights
+
+#: Entries of ONNX's own for images (onnx: docs/MetadataProps.md): mean and deviation of values in [0, 1]; channels.
+_RANGES = {
+    "NominalRange_0_255": (0.0, 1 / 255),
+    "Normalized_0_1": (0.0, 1.0),
+    "Normalized_1_1": (0.5, 0.5),
+}
+_FORMATS = {"Rgb8": "rgb", "Bgr8": "bgr"}
+#: Entries that ultralytics' exports have together: their networks take values in [0, 1].
+_ULTRALYTICS = {"stride", "names", "task"}
 
 
 @dataclass(frozen=True)
@@ -27,6 +38,11 @@ class Preprocessing:
     std: tuple[float, ...] = (0.229, 0.224, 0.225)
     interpolation: str = "bilinear"
     order: str = "rgb"
+
+    def normalisation(self) -> str:
+        """Return the order of the channels, and what is subtracted and divided by, in words."""
+        mean, std = (", ".join(f"{value:.4g}" for value in values) for values in (self.mean, self.std))
+        return f"{self.order}, values in [0, 1] less {mean}, over {std}"
 
 
 def preprocessing_of(spec: str) -> Preprocessing:
@@ -51,6 +67,33 @@ def preprocessing_of(spec: str) -> Preprocessing:
         size = int(known.input_size[-1])
         return Preprocessing(size, known.crop_pct, tuple(known.mean), tuple(known.std), known.interpolation)
     return Preprocessing()
+
+
+def numbers_of(text: str) -> tuple[float, ...]:
+    """Return the numbers of "0.5, 0.5, 0.5" or "[640, 640]"; none where it is something else."""
+    try:
+        return tuple(float(part) for part in text.strip().strip("[]()").split(","))
+    except ValueError:
+        return ()
+
+
+def preprocessing_by(metadata: Mapping[str, str]) -> tuple[Preprocessing, str]:
+    """Return the preprocessing that an ONNX file's metadata tells, and the entries that tell it ("": none)."""
+    found, told = Preprocessing(), list[str]()
+    spans = {"Image.NominalPixelRange": _RANGES.get(metadata.get("Image.NominalPixelRange", ""))}
+    if metadata.keys() >= _ULTRALYTICS:
+        spans["names, stride, task"] = (0.0, 1.0)
+    for name, span in spans.items():
+        if span is not None:
+            found, told = replace(found, mean=(span[0],) * 3, std=(span[1],) * 3), [*told, name]
+    for name in ("mean", "std"):
+        numbers = numbers_of(metadata.get(name, ""))
+        if len(numbers) in (1, 3) and (name == "mean" or min(numbers) > 0):
+            values: dict[str, Any] = {name: numbers * (3 // len(numbers))}
+            found, told = replace(found, **values), [*told, name]
+    if (order := _FORMATS.get(metadata.get("Image.BitmapPixelFormat", ""))) is not None:
+        found, told = replace(found, order=order), [*told, "Image.BitmapPixelFormat"]
+    return found, ", ".join(told)
 
 
 def pretrained_weights(spec: str, version: str = "DEFAULT") -> Weights:

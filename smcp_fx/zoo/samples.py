@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from zipfile import BadZipFile
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from smcp_fx.errors import InputError
-from smcp_fx.zoo.answers import class_axis, outputs_of
 from smcp_fx.zoo.data import ImageData
-from smcp_fx.zoo.image_folder import FOLD, image_files, read_image
+from smcp_fx.zoo.image_folder import FOLD, absent, image_files, read_image
 from smcp_fx.zoo.pretrained import Preprocessing
 
 #: Test samples whose outputs are kept to compare with, at most. Chosen, not measured.
@@ -37,41 +37,8 @@ class Samples(ImageData):
         return iter(DataLoader(self.train, min(batch, self.most), shuffle=True, generator=generator))
 
     def tests(self, batch: int, channels: int, size: int) -> Iterator[tuple[Any, Any]]:
-        """Yield the test samples in order, with the outputs to compare with."""
+        """Yield the test samples in order."""
         return iter(DataLoader(self.test, min(batch, self.most)))
-
-    def labelled_by(self, network: nn.Module, channels: int, size: int) -> ImageData:
-        """Return the data with a network's outputs beside the test samples."""
-        kept: list[tuple[Tensor, ...]] = []
-        with torch.no_grad():
-            for inputs, _ in self.tests(self.most, 0, 0):
-                outputs = outputs_of(network(*as_tuple(inputs)))
-                if any(output.dim() == 0 or len(output) != len(as_tuple(inputs)[0]) for output in outputs):
-                    raise InputError(
-                        "the network's outputs are not one for each sample in their first axis, so that samples "
-                        "cannot be compared: prune it with smcp_fx.from_onnx and a loss of your own"
-                    )
-                kept += [tuple(output[i].clone() for output in outputs) for i in range(len(outputs[0]))]
-        first = kept[0][0][None]
-        axis = class_axis(first)
-        classes = 1000 if axis is None else first.shape[axis]
-        return replace(self, test=_Beside(self.test, kept), classes=classes)
-
-
-def as_tuple(inputs: Any) -> tuple[Tensor, ...]:
-    """Return a batch's inputs as a tuple."""
-    return (inputs,) if isinstance(inputs, Tensor) else tuple(inputs)
-
-
-class _Beside(Dataset[Any]):
-    def __init__(self, samples: Dataset[Any], outputs: list[tuple[Tensor, ...]]) -> None:
-        self.samples, self.outputs = samples, outputs
-
-    def __len__(self) -> int:
-        return len(self.outputs)
-
-    def __getitem__(self, index: int) -> tuple[Any, tuple[Tensor, ...]]:
-        return self.samples[index][0], self.outputs[index]
 
 
 def load_samples(
@@ -91,12 +58,12 @@ def load_samples(
             )
         every: list[Any] = image_files(root)
         dataset: Any = _Images
-        made: Any = _Prepared(tuple(next(iter(examples.values())).shape[1:]), images)
+        made: Any = _Prepared(next(iter(examples.values()))[0], images)
     else:
         every = sorted(str(path) for path in root.rglob("*.npz"))
         dataset, made = _Arrays, examples
-    if len(every) < 2:
-        raise InputError(f"{spec}: there are {len(every)} files; two are the least")
+        if len(every) < 2:
+            raise InputError(f"{spec}: there are {len(every)} .npz files; two are the least" + absent(root))
     tests = every[::FOLD][:_MOST_TESTS]
     train = [file for file in every if file not in set(tests)]
     return Samples(spec, dataset(train, made), dataset(tests, made), 0, 0, 0, labelled=False, most=most)
@@ -108,26 +75,40 @@ def _told(examples: dict[str, Tensor]) -> str:
 
 @dataclass(frozen=True)
 class _Prepared:
-    """An image file as the input of these sizes, [c, h, w] or [h, w, c]."""
+    """An image file as one input like ``example``, [c, h, w] or [h, w, c]: floats normalised, integers 0 to 255."""
 
-    sizes: tuple[int, ...]
+    example: Tensor
     images: Preprocessing
 
+    def __post_init__(self) -> None:
+        if self.channels not in (1, 3):
+            raise InputError(
+                f"an input of sizes {list(self.example.shape)} is no image: give --data npz:FOLDER"
+            )
+
+    @property
+    def last(self) -> bool:
+        """Are its channels the last axis?"""
+        return self.example.shape[-1] in (1, 3) and self.example.shape[0] not in (1, 3)
+
+    @property
+    def channels(self) -> int:
+        """Their number."""
+        return self.example.shape[-1 if self.last else 0]
+
     def __call__(self, file: str) -> Tensor:
-        last = self.sizes[-1] in (1, 3) and self.sizes[0] not in (1, 3)
-        channels, height, width = (self.sizes[2], *self.sizes[:2]) if last else self.sizes
-        if channels not in (1, 3):
-            raise InputError(f"an input of sizes {list(self.sizes)} is no image: give --data npz:FOLDER")
-        picture = (
-            read_image(file).convert("L" if channels == 1 else "RGB").resize((width, height), resample=2)
-        )
-        values = np.asarray(picture, np.float32).reshape(height, width, channels) / 255
-        values = values[..., ::-1] if self.images.order == "bgr" else values
-        mean, std = (
-            np.resize(np.asarray(v, np.float32), channels) for v in (self.images.mean, self.images.std)
-        )
-        values = np.ascontiguousarray((values - mean) / std)
-        return torch.from_numpy(values if last else values.transpose(2, 0, 1).copy())
+        sizes = self.example.shape[:2] if self.last else self.example.shape[1:]
+        picture = read_image(file).convert("L" if self.channels == 1 else "RGB")
+        values: Any = np.asarray(picture.resize(tuple(reversed(sizes)), resample=2), np.float32)
+        values = values.reshape(*sizes, self.channels)[..., :: -1 if self.images.order == "bgr" else 1]
+        if self.example.is_floating_point():
+            mean, std = (
+                np.resize(np.asarray(given, np.float32), self.channels)
+                for given in (self.images.mean, self.images.std)
+            )
+            values = (values / 255 - mean) / std
+        arranged = values if self.last else values.transpose(2, 0, 1)
+        return torch.from_numpy(arranged.copy()).to(self.example.dtype)
 
 
 @dataclass(frozen=True)
@@ -153,9 +134,9 @@ class _Arrays(Dataset[Any]):
     def __getitem__(self, index: int) -> tuple[Any, int]:
         file = self.files[index]
         try:
-            with np.load(file, allow_pickle=False) as found:
+            with open(file, "rb") as stream, np.load(stream, allow_pickle=False) as found:
                 arrays = {name: found[name] for name in found.files if name in self.examples}
-        except (OSError, ValueError, EOFError) as error:
+        except (OSError, ValueError, EOFError, BadZipFile) as error:
             raise InputError(f"{file} cannot be read as arrays: {error}") from error
         missing = [name for name in self.examples if name not in arrays]
         if missing:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from smcp_fx.errors import CheckpointError
-from smcp_fx.tracing.wrapping import INSIDE
+from smcp_fx.interface.wrapping import INSIDE
 
 #: Keys under which training scripts store weights; averaged ones first, since those were evaluated.
 _HOLDERS = (

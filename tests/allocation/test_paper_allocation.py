@@ -19,6 +19,7 @@ from smcp_fx.allocation import allocate
 from smcp_fx.allocation.paper import linearised
 from smcp_fx.allocation.problem import tabulate
 from smcp_fx.cost_model import CostTerm, NetworkCost, Width
+from smcp_fx.errors import InfeasibleBudgetError
 
 
 def test_the_papers_method_prices_layers_at_the_current_neighbours() -> None:
@@ -39,15 +40,31 @@ def test_the_papers_method_prices_layers_at_the_current_neighbours() -> None:
     assert found.counts == {"a": 2, "b": 8}
     assert found.method == "paper"
     assert found.bound == found.gap == math.inf
-    found = allocate(values, cost, 7.0 + 6.0 + 100.0, "paper", current={"a": 4, "b": 2})
-    assert found.cost == cost.cost(found.counts)
-    assert found.counts == {"a": 4, "b": 8}
-    assert found.cost > 7.0 + 6.0 + 100.0
 
 
-def test_the_papers_method_takes_the_cheapest_counts_where_its_capacity_has_none() -> None:
+@pytest.mark.parametrize("current", [{"a": 1, "b": 2}, {"a": 4, "b": 8}])
+@pytest.mark.parametrize("share", [0.1, 0.3, 0.6, 0.9])
+def test_the_papers_method_stays_within_the_budget_where_its_prices_are_far_off(
+    share: float, current: Mapping[str, int]
+) -> None:
+    """Priced at narrow neighbours everything fits; at wide ones, beside a width that must stay, nothing may."""
+    a, b = width("a"), width("b")
+    terms = (
+        CostTerm("conv1", (a, Width(16)), lambda x, y: 1.0 * x * y),
+        CostTerm("conv2", (a, b), lambda x, y: 9.0 * x * y),
+    )
+    cost = NetworkCost("MAC", {"a": tuple(range(1, 17)), "b": (8, *range(9, 17))}, terms)
+    values = {"a": np.arange(16.0), "b": np.arange(9.0)}
+    budget = share * cost.cost(cost.full_counts)
+    found = allocate(values, cost, budget, "paper", current=current)
+    assert found.cost <= budget
+    assert found.counts != {"a": 1, "b": 8}
+
+
+def test_a_budget_out_of_reach_is_an_error_of_the_papers_method_too() -> None:
     values, cost = tiny()
-    assert allocate(values, cost, 0.5, "paper").counts == {"a": 1, "b": 1}
+    with pytest.raises(InfeasibleBudgetError, match="smallest reachable cost is 1 "):
+        allocate(values, cost, 0.5, "paper")
 
 
 def test_the_papers_costs_add_up_at_the_current_counts() -> None:

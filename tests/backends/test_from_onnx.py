@@ -1,4 +1,4 @@
-"""ONNX files as networks: operators against ONNX Runtime, patterns, sizes, and hostile files."""
+"""ONNX files as networks: operators against ONNX Runtime, patterns, sizes, and files written like them."""
 
 from __future__ import annotations
 
@@ -11,54 +11,15 @@ import onnxruntime as ort
 import pytest
 import torch
 import torch.nn.functional as F
-from onnx import TensorProto, helper, numpy_helper
+from onnx import TensorProto, helper
+from onnx_files import W, n, weights, write
 from torch import nn
 
 import smcp_fx
 from smcp_fx.backends.onnx.importing import network
-from smcp_fx.backends.onnx.importing.writing import take_over
+from smcp_fx.backends.onnx.importing.writing import Writer
 from smcp_fx.errors import BackendError, InputError
 
-IMAGE = ("batch", 4, "height", "width")
-_RANDOM = np.random.default_rng(0)
-
-
-def weights(**shapes: tuple[int, ...]) -> dict[str, np.ndarray[Any, Any]]:
-    """Random weights by name."""
-    return {name: _RANDOM.standard_normal(shape).astype(np.float32) for name, shape in shapes.items()}
-
-
-def write(
-    folder: Path,
-    nodes: list[onnx.NodeProto],
-    held: dict[str, Any] | None = None,
-    shape: tuple[int | str, ...] = IMAGE,
-    opset: int = 17,
-    kind: int = TensorProto.FLOAT,
-    outputs: int | None = TensorProto.FLOAT,
-) -> Path:
-    """Write a network from "x" to "y"."""
-    graph = helper.make_graph(
-        nodes, "net",
-        [helper.make_tensor_value_info("x", kind, shape)],
-        [helper.make_tensor_value_info("y", outputs, None)],
-        [numpy_helper.from_array(np.asarray(value), name) for name, value in (held or {}).items()],
-    )  # fmt: skip
-    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", opset)], ir_version=8)
-    path = folder / "net.onnx"
-    path.write_bytes(model.SerializeToString())
-    return path
-
-
-def n(kind: str, inputs: str = "x", result: str = "y", **attributes: Any) -> onnx.NodeProto:
-    """A node, named after its result."""
-    return helper.make_node(
-        kind, inputs.split(), result.split(), name=f"the_{result.split()[0]}", **attributes
-    )
-
-
-W = weights(w=(6, 4, 3, 3), wt=(4, 6, 2, 2), b=(6,), m=(16, 5), v=(4,))
-W["var"] = np.abs(W["v"]) + 0.5
 I64 = {
     name: np.array(value, np.int64)
     for name, value in {
@@ -204,7 +165,7 @@ def test_a_layer_norm_comes_back_with_its_weights(tmp_path: Path) -> None:
 
 
 def test_factors_and_summands_become_part_of_a_layer(tmp_path: Path) -> None:
-    held = W | {"scale": _RANDOM.standard_normal((1, 6, 1, 1)).astype(np.float32), "conv1.weight": W["w"]}
+    held = W | {"scale": weights(scale=(1, 6, 1, 1))["scale"], "conv1.weight": W["w"]}
     nodes = [n("Conv", "x conv1.weight", "c"), n("Mul", "c scale", "p"), n("Add", "p scale")]
     module = smcp_fx.from_onnx(write(tmp_path, nodes, held))
     assert functions(module) == [] and module.get_submodule("conv1").bias is not None
@@ -229,109 +190,53 @@ def test_the_first_node_that_differs_is_named(tmp_path: Path, monkeypatch: pytes
         smcp_fx.from_onnx(path)
 
 
-def test_a_pruned_file_has_the_names_and_metadata_of_the_first(tmp_path: Path) -> None:
-    path = write(
-        tmp_path,
-        [n("Conv", "x w b", "c"), n("Relu", "c", "r"), n("Conv", "r w2")],
-        W | weights(w2=(4, 6, 1, 1)),
-    )
+@pytest.mark.parametrize("kind", [TensorProto.FLOAT, TensorProto.FLOAT16])
+def test_a_written_file_has_the_names_types_axes_and_metadata_of_the_first(kind: int, tmp_path: Path) -> None:
+    held = W | weights(w2=(4, 6, 1, 1))
+    if kind == TensorProto.FLOAT16:
+        held = {name: value.astype(np.float16) for name, value in held.items()}
+    shape = ("DynamicDimension.0", 4, "?", "wide side")
+    path = write(tmp_path, [n("Conv", "x w b", "c"), n("Relu", "c", "r"), n("Conv", "r w2")], held, shape,
+                 kind=kind, outputs=kind)  # fmt: skip
     model = onnx.load(path)
     model.metadata_props.add(key="stride", value="32")
     onnx.save(model, path)
     module = smcp_fx.from_onnx(path)
-    prepared = smcp_fx.prepare(
-        module, module.example_input_array, target=0.6, config=smcp_fx.PruningConfig(multiple=1)
+    writer = Writer(module.meta["onnx"])
+    found = onnx.load(
+        writer.write(module, tuple(t[:1] for t in module.example_input_array), tmp_path / "y.onnx", None)
     )
-    smcp_fx.gather_importance(prepared, torch.randn(8, 4, 16, 16), outputs="values")
-    prepared.pruner.solve()
-    smaller = smcp_fx.convert(prepared)
-    pruned = smcp_fx.export_onnx(smaller, module.example_input_array, tmp_path / "pruned.onnx")
-    take_over(pruned, module.meta["onnx"])
-    found = onnx.load(pruned)
-    assert [v.name for v in (*found.graph.input, *found.graph.output)] == ["x", "y"]
+    x, y = found.graph.input[0], found.graph.output[0]
+    assert (x.name, y.name) == ("x", "y") and not writer.closed
+    assert (
+        {v.type.tensor_type.elem_type for v in (x, y)}
+        == {kind}
+        == {t.data_type for t in found.graph.initializer}
+    )
+    assert [d.dim_param or d.dim_value for d in x.type.tensor_type.shape.dim] == [
+        "DynamicDimension.0", 4, "x_2", "wide side"
+    ]  # fmt: skip
     assert {entry.key: entry.value for entry in found.metadata_props}["stride"] == "32"
-    assert found.graph.input[0].type.tensor_type.shape.dim[0].dim_param == "batch"
 
 
-def external(folder: Path, location: str, **more: str) -> Path:
-    """A file whose weight is in another."""
-    path = write(folder, [n("Conv", "x w")], {"w": W["w"]})
-    model = onnx.load(path)
-    tensor = model.graph.initializer[0]
-    tensor.ClearField("raw_data")
-    tensor.data_location = TensorProto.EXTERNAL
-    for key, value in {"location": location, **more}.items():
-        tensor.external_data.add(key=key, value=value)
-    path.write_bytes(model.SerializeToString())
-    return path
+def test_axes_that_cannot_stay_open_are_closed_and_told(tmp_path: Path) -> None:
+    held = weights(w=(1, 20, 3), r=(1, 20, 5), b=(1, 40))
+    path = write(tmp_path, [n("LSTM", "x w r b", "y", hidden_size=5)], held, ("steps", 1, 3))
+    module = smcp_fx.from_onnx(path, torch.randn(4, 1, 3))
+    writer = Writer(module.meta["onnx"])
+    writer.write(module, module.example_input_array, tmp_path / "y.onnx", None)
+    assert writer.closed == ("axis 0 of x",)
 
 
-def test_weights_beside_the_file_are_read(tmp_path: Path) -> None:
-    (tmp_path / "net.weights").write_bytes(b"12345678" + W["w"].tobytes())
-    module = smcp_fx.from_onnx(external(tmp_path, "net.weights", offset="8"))
-    torch.testing.assert_close(next(module.parameters()).detach(), torch.from_numpy(W["w"]))
-
-
-@pytest.mark.parametrize("location", ["../secret", "/etc/hostname", "link", ""])
-def test_nothing_is_read_outside_the_folder(location: str, tmp_path: Path) -> None:
-    (tmp_path / "secret").write_bytes(W["w"].tobytes())
-    (folder := tmp_path / "folder").mkdir()
-    (folder / "link").symlink_to(tmp_path / "secret")
-    with pytest.raises(InputError, match="outside the file's folder"):
-        smcp_fx.from_onnx(external(folder, location))
-
-
-@pytest.mark.parametrize("size", [3, 10_000])
-def test_weights_that_are_cut_off_or_missing(size: int, tmp_path: Path) -> None:
-    (tmp_path / "cut").write_bytes(W["w"].tobytes()[:100])
-    with pytest.raises(InputError, match="cut off"):
-        smcp_fx.from_onnx(external(tmp_path, "cut", offset=str(size)))
-    with pytest.raises(InputError, match="not beside it"):
-        smcp_fx.from_onnx(external(tmp_path, "gone"))
-
-
-HUGE = np.array([2**20, 2**20], np.int64)
-REFUSED: dict[str, tuple[list[onnx.NodeProto], str]] = {
-    "missing": ([n("Add", "x gone")], "'gone', which nothing before it makes"),
-    "cycle": ([n("Add", "x z"), n("Relu", "y", "z")], "a cycle"),
-    "twice": ([n("Relu"), n("Exp")], "made twice"),
-    "unknown": ([n("Loop", "x x")], "the_y.*cannot be imported"),
-    "foreign": ([n("FusedConv", "x x", domain="com.microsoft")], "FusedConv of com.microsoft"),
-    "quantised": ([n("DynamicQuantizeLinear", "x", "y s z")], "quantised.*--precision int8"),
-    "huge": ([n("ConstantOfShape", "huge", "h"), n("Add", "x h")], "the_h.*elements"),
-    "expanded": ([n("Expand", "x huge")], "the_y"),
-    "unfit": ([n("Concat", "x v4", axis=2)], "No size that was tried"),
-    "attribute": ([n("Conv", "x w", strides=[1, 2, 3])], "the_y"),
-    "axis": ([n("Softmax", axis=9)], "axis 9"),
-    "training": ([n("BatchNormalization", "x v v v var", "y m s", training_mode=1)], "model.eval"),
-}
-
-
-@pytest.mark.parametrize("name", REFUSED)
-def test_files_that_cannot_be_imported_are_refused_by_node(name: str, tmp_path: Path) -> None:
-    nodes, why = REFUSED[name]
-    with pytest.raises(InputError, match=why):
-        smcp_fx.from_onnx(write(tmp_path, nodes, W | {"huge": HUGE, "v4": W["w"]}))
-
-
-def test_files_that_are_none(tmp_path: Path) -> None:
-    path = tmp_path / "net.onnx"
-    with pytest.raises(InputError, match="no such file"):
-        smcp_fx.from_onnx(path)
-    for content in (b"", b"\xff" * 64, write(tmp_path, [n("Relu")]).read_bytes()[:-9]):
-        path.write_bytes(content)
-        with pytest.raises(InputError):
-            smcp_fx.from_onnx(path)
-
-
-def test_tensors_that_lie_about_their_sizes(tmp_path: Path) -> None:
-    path = write(tmp_path, [n("Conv", "x w")], {"w": W["w"]})
-    for dims in ([2**40, 2**40], [-1, 4], [7, 4, 3, 3]):
-        model = onnx.load(path)
-        model.graph.initializer[0].dims[:] = dims
-        (tmp_path / "lie.onnx").write_bytes(model.SerializeToString())
-        with pytest.raises(InputError, match="'w'"):
-            smcp_fx.from_onnx(tmp_path / "lie.onnx")
+def test_types_that_torch_does_not_compute_in_are_cast(tmp_path: Path) -> None:
+    path = write(
+        tmp_path, [n("Cast", "x", "f", to=1), n("Relu", "f")], {}, ("batch", 3), kind=TensorProto.UINT16
+    )
+    module = smcp_fx.from_onnx(path)
+    found = Writer(module.meta["onnx"]).write(module, module.example_input_array, tmp_path / "y.onnx", None)
+    assert onnx.load(found).graph.input[0].type.tensor_type.elem_type == TensorProto.UINT16
+    x = np.array([[1, 2, 60000]], np.uint16)
+    assert ort.InferenceSession(found).run(["y"], {"x": x})[0].tolist() == x.tolist()
 
 
 def test_example_inputs_must_fit(tmp_path: Path) -> None:

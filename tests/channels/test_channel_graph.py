@@ -15,13 +15,14 @@ from torch import Tensor, nn
 import smcp_fx
 from smcp_fx.channels import ChannelGraph
 from smcp_fx.channels.groups import permitted_counts
+from smcp_fx.config import MethodConfig
 from smcp_fx.errors import InputError
 
 IMAGE = torch.zeros(2, 3, 8, 8)
 
 
 def graph_of(model: nn.Module, **options: object) -> ChannelGraph:
-    config = smcp_fx.PruningConfig(**{"multiple": 1, "batch_norm_scaling": True, **options})  # type: ignore[arg-type]
+    config = MethodConfig(**{"multiple": 1, "batch_norm_scaling": True, **options})  # type: ignore[arg-type]
     return smcp_fx.prepare(model.eval(), IMAGE, config=config).channels
 
 

@@ -8,7 +8,7 @@ import itertools
 import pytest
 import torch
 import torch.nn.functional as F
-from free_channels_page import KINDS, line, lines
+from free_channels_page import KINDS, PAGE, entries, entry, page
 from models import AWKWARD, IMAGE, Case, between, check_slicing, randomise, run
 from prices import CheckedCost
 from tolerances import assert_close
@@ -26,11 +26,13 @@ def test_awkward_network(case: Case, caplog: pytest.LogCaptureFixture) -> None:
     prepared = check_slicing(case.build(), case.inputs(), seeds=(0, 1), cost=CheckedCost())
     assert "cannot be built" not in caplog.text
     assert prepared.channels.free_share == pytest.approx(case.free)
-    assert line(case, prepared.channels) in lines(), "run tests/free_channels_page.py"
+    assert entry(case, prepared.channels) in entries(), "run tests/free_channels_page.py"
 
 
-def test_the_page_tells_of_each_network_once() -> None:
-    assert len(lines()) == len(AWKWARD)
+def test_the_record_tells_of_each_network_once_and_the_page_is_its() -> None:
+    names = [(one["kind"], one["network"]) for one in entries()]
+    assert len(names) == len(set(names)) == len(AWKWARD)
+    assert PAGE.read_text(encoding="utf-8") == page(entries())
 
 
 @pytest.mark.parametrize("amount", [1, 6, 7])

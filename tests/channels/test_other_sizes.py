@@ -17,7 +17,6 @@ import smcp_fx
 from smcp_fx.channels.graph import RULES
 from smcp_fx.channels.propagation import Propagation
 from smcp_fx.channels.rules_statistics import knows_other_sides
-from smcp_fx.prepare import trace_parts
 from smcp_fx.tracing.other_sizes import at_another_size
 from smcp_fx.tracing.tracer import trace
 
@@ -239,19 +238,19 @@ def test_a_network_of_one_size_is_free() -> None:
     """There is no other size at which it could go wrong."""
     net = Net(lambda s, x: s.out(s.stem(x).view(2, 128)), stem=conv(3, 8), out=nn.Linear(128, 4))
     assert check_slicing(net, (torch.randn(2, 3, 4, 4),)).channels["stem"].free
-    traced, _ = trace_parts(net, (torch.randn(2, 3, 4, 4).double(),))
+    traced = trace(net, (torch.randn(2, 3, 4, 4).double(),))
     assert at_another_size(traced) is None
 
 
 @pytest.mark.parametrize("name", ["resnet18", "mobilenet_v3_small", "densenet121", "convnext_tiny"])
 def test_networks_that_regroup_nothing_are_not_run_again(name: str) -> None:
-    traced, _ = trace_parts(torchvision.models.get_model(name).eval(), (torch.randn(1, 3, 64, 64),))
+    traced = trace(torchvision.models.get_model(name).eval(), (torch.randn(1, 3, 64, 64),))
     assert at_another_size(traced) is None
 
 
 def test_the_other_size_leaves_the_model_and_the_generator_alone() -> None:
     net = nn.Sequential(conv(3, 8), nn.BatchNorm2d(8), nn.Dropout(), conv(8, 4), nn.Flatten(2))
-    traced, _ = trace_parts(net, (torch.randn(2, 3, 40, 24),))
+    traced = trace(net, (torch.randn(2, 3, 40, 24),))
     before, state = {k: v.clone() for k, v in net.state_dict().items()}, torch.get_rng_state()
     values = at_another_size(traced)
     assert values is not None and values["_0"].shape == (4, 8, 72, 48)

@@ -13,6 +13,7 @@ from tolerances import assert_close
 from torch import Tensor, nn
 
 import smcp_fx
+from smcp_fx.config import MethodConfig
 
 Wiring = Callable[..., Tensor]
 INNER = 12  # channels of the code; the stem has 8
@@ -124,7 +125,7 @@ def masked(build: Callable[[], Net]) -> tuple[Net, smcp_fx.PreparedModel, dict[s
     torch.manual_seed(0)
     model = randomise(build()).double()
     image = torch.randn(IMAGE, dtype=torch.float64)
-    config = smcp_fx.PruningConfig(multiple=1, batch_norm_scaling=False)
+    config = MethodConfig(multiple=1, batch_norm_scaling=False)
     found = smcp_fx.prepare(model.eval(), image, config=config)
     masks = random_masks(found, 3)
     found.set_masks(masks)

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 import smcp_fx
+from smcp_fx.config import MethodConfig
 from smcp_fx.errors import InfeasibleBudgetError, InputError
 
 
@@ -33,7 +34,7 @@ class Net(nn.Module):
 def solved(*widths: str, target: float = 0.4, **options: Any) -> dict[str, int]:
     """Output channels by layer, where a solve keeps these limits."""
     torch.manual_seed(0)
-    config = smcp_fx.PruningConfig(widths=widths, **options)
+    config = MethodConfig(widths=widths, **options)
     prepared = smcp_fx.prepare(Net(), torch.randn(2, 3, 9), target=target, config=config, check=False)
     prepared.train()(torch.randn(4, 3, 9)).square().sum().backward()
     prepared.pruner.step()

@@ -60,7 +60,7 @@ BAD = [
     ("compile --overwrite --threads 100000", "threads = 100000: at most"),
     ("compile --overwrite --builders 100000", "--builders must be at most"),
     ("compile --overwrite --target nan", "not a fraction"),
-    ("compile --overwrite --momentum nan", "momentum must be a number in [0, 1)"),
+    ("compile --overwrite --momentum 0.5", "unrecognized arguments: --momentum"),
     ("compile --overwrite --multiple 99999999999999999999999 --threads 0", "--threads must be at least 1"),
     ("compile --overwrite --mod file.py:build", "unrecognized arguments: --mod"),
     ("compile --overwrite --vers", "unrecognized arguments: --vers"),

@@ -287,7 +287,7 @@ def test_a_table_of_another_device_is_refused_or_used_as_it_is(
 
 def test_the_help_names_every_setting_with_its_default() -> None:
     text = " ".join(build_parser().format_help().split())
-    for name in ("--target", "--cost", "--backend", "--train-batch", "--gamma-gradient", "--momentum"):
+    for name in ("--target", "--cost", "--backend", "--train-batch", "--layer-pruning", "--widths"):
         assert name in text
     assert f"(default: {CompileSettings().target})" in text
 

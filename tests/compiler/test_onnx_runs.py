@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import onnx
@@ -11,9 +12,14 @@ import torch
 from onnx import helper, numpy_helper
 from PIL import Image
 
+from smcp_fx.cli.inspect import main as inspect_main
+from smcp_fx.cli.table import main as table_main
 from smcp_fx.compiler import CompileSettings, compile_model
 from smcp_fx.errors import InputError
-from smcp_fx.zoo import answers
+from smcp_fx.latency.table import LatencyTable
+from smcp_fx.zoo.onnx_file import examples_of, read_network, takes_several
+from smcp_fx.zoo.pretrained import Preprocessing, preprocessing_by
+from smcp_fx.zoo.samples import load_samples
 
 
 @pytest.fixture
@@ -60,11 +66,11 @@ def test_arrays_by_input_name(net: Path, tmp_path: Path) -> None:
         epochs=0,
         cost="flops",
         target="0.6",
+        outputs="map=classes",
         out=str(tmp_path / "run"),
     )
     report = compile_model(settings)
     assert report.agreement and report.predicted_fraction <= 0.6
-    assert any("scores of 5 classes" in note for note in report.notes)
     assert any("diverge" in note for note in report.notes)
     found = onnx.load(tmp_path / "run" / "pruned.onnx")
     assert [value.name for value in (*found.graph.input, *found.graph.output)] == [
@@ -74,6 +80,92 @@ def test_arrays_by_input_name(net: Path, tmp_path: Path) -> None:
     ]
     assert {entry.key: entry.value for entry in found.metadata_props}["stride"] == "4"
     assert found.graph.input[0].type.tensor_type.shape.dim[0].dim_param == "batch"
+
+
+METADATA: list[tuple[dict[str, str], tuple[Any, ...]]] = [
+    ({}, (0.485, 0.229, "rgb")),
+    ({"Image.BitmapPixelFormat": "Bgr8", "Image.NominalPixelRange": "Normalized_1_1"}, (0.5, 0.5, "bgr")),
+    ({"Image.NominalPixelRange": "NominalRange_0_255"}, (0.0, 1 / 255, "rgb")),
+    ({"stride": "32", "task": "detect", "names": "{0: 'cat'}"}, (0.0, 1.0, "rgb")),
+    ({"mean": "[0.1, 0.2, 0.3]", "std": "0.4"}, (0.1, 0.4, "rgb")),
+    ({"mean": "unknown", "std": "0"}, (0.485, 0.229, "rgb")),
+]
+
+
+@pytest.mark.parametrize(("metadata", "expected"), METADATA)
+def test_preprocessing_by_metadata(metadata: dict[str, str], expected: tuple[Any, ...]) -> None:
+    found, told = preprocessing_by(metadata)
+    assert (found.mean[0], found.std[0], found.order) == expected
+    assert bool(told) == (expected != METADATA[0][1])
+    given = CompileSettings(mean="0.25", channel_order="bgr").prepared(found)
+    assert (given.mean[0], given.std, given.order) == (0.25, found.std, "bgr")
+
+
+@pytest.mark.parametrize("shape", [(1, 3, 2, 4), (1, 2, 4, 3)])
+@pytest.mark.parametrize("order", ["rgb", "bgr"])
+def test_images_in_the_layout_of_the_input(shape: tuple[int, ...], order: str, tmp_path: Path) -> None:
+    for index in range(2):
+        Image.new("RGB", (4, 2), (255, 51, 0)).save(tmp_path / f"{index}.png")
+    images = Preprocessing(mean=(0.5,) * 3, std=(0.5,) * 3, order=order)
+    for kind, expected in ((torch.float32, [1.0, -0.6, -1.0]), (torch.uint8, [255, 51, 0])):
+        data = load_samples(f"images:{tmp_path}", Path(), {"x": torch.zeros(shape, dtype=kind)}, images, 2)
+        image = data.train[0][0]
+        assert image.shape == shape[1:] and image.dtype == kind
+        pixel = image[:, 0, 0] if shape[1] == 3 else image[0, 0]
+        assert pixel.tolist() == pytest.approx(expected if order == "rgb" else expected[::-1])
+
+
+def test_samples_that_do_not_fit(tmp_path: Path) -> None:
+    like = {"x": torch.zeros(1, 3, 4, 4), "n": torch.zeros(1, 2)}
+
+    def samples(spec: str, names: Any = like) -> Any:
+        data = load_samples(spec, tmp_path, names, Preprocessing(), 2)
+        return data.train[0]
+
+    for name in ("empty", "npz", "wrong", "damaged", "large"):
+        (tmp_path / name).mkdir()
+    for index in range(2):
+        np.savez(tmp_path / "npz" / f"{index}.npz", x=np.zeros((3, 4, 4)), n=np.zeros(2))
+        np.savez(tmp_path / "wrong" / f"{index}.npz", x=np.zeros((3, 5, 4)), n=np.zeros(2))
+        np.savez(tmp_path / "large" / f"{index}.npz", x=np.zeros((3, 4, 4)), other=np.zeros(2))
+        (tmp_path / "damaged" / f"{index}.npz").write_bytes(b"PK\x03\x04")
+        (tmp_path / "damaged" / f"{index}.png").write_bytes(b"no image")
+    assert [t.dtype for t in samples("npz:npz")[0]] == [torch.float32] * 2
+    one = {"x": like["x"]}
+    for spec, names, why in (
+        ("npz:gone", like, "no such folder"),
+        ("npz:empty", like, "0 .npz files; two are the least"),
+        ("images:gone", one, "no such folder"),
+        ("images:empty", one, "0 images"),
+        ("npz:wrong", like, r"'x' is of sizes \[3, 5, 4\]; one sample is \[3, 4, 4\]"),
+        ("npz:large", like, "no array 'n'"),
+        ("npz:damaged", like, "cannot be read as arrays"),
+        ("images:damaged", one, "not a readable image"),
+        ("images:npz", {"x": torch.zeros(1, 7, 4, 4)}, "0 images"),
+        ("images:damaged", {"x": torch.zeros(1, 7, 4, 4)}, "no image: give --data npz"),
+        ("npz:", like, "give images:FOLDER, or npz:FOLDER"),
+    ):
+        with pytest.raises(InputError, match=why):
+            samples(spec, names)
+
+
+def test_sizes_of_inputs(tmp_path: Path, net: Path) -> None:
+    network = read_network(net, "3x8x12,1")
+    assert takes_several(network) and [t.shape[0] for t in examples_of(network, 5)] == [5, 5]
+    for size in ("3x8x13,1", "3x8x12", "0,1", "x", "8"):
+        with pytest.raises(InputError, match="sizes"):
+            read_network(net, size)
+
+
+def test_inspect_and_table_take_files(net: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert inspect_main([f"onnx:{net}"]) == 0
+    assert "first" in capsys.readouterr().out
+    table = tmp_path / "wanted.sqlite"
+    LatencyTable(table).close()
+    wanted = ["export", str(table), str(tmp_path / "rows.json"), "--wanted", "--model", f"onnx:{net}"]
+    assert table_main([*wanted, "--batch", "3"]) == 0
+    assert "to measure" in capsys.readouterr().out
+    assert table_main([*wanted, "--input-size", "3x9x12,1"]) == 2
 
 
 def test_what_does_not_fit_is_told_first(net: Path, tmp_path: Path) -> None:
@@ -90,13 +182,3 @@ def test_what_does_not_fit_is_told_first(net: Path, tmp_path: Path) -> None:
         settings = CompileSettings(model=f"onnx:{net}", data=data, epochs=epochs, out=str(tmp_path / "run"))
         with pytest.raises(InputError, match=why):
             compile_model(settings)
-
-
-@pytest.mark.parametrize("shape", [(4, 6), (4, 3, 20), (4, 5, 3, 3), (4, 1), (4, 1, 3, 3), (4, 7, 4)])
-def test_gradients_of_drawn_labels_are_no_rounding(shape: tuple[int, ...]) -> None:
-    output = torch.randn(shape, generator=torch.Generator().manual_seed(1)).requires_grad_()
-    labels = answers.drawn_labels((output,), torch.Generator().manual_seed(0))
-    answers.loss(output, labels).backward()  # type: ignore[no-untyped-call]
-    assert output.grad is not None and float(output.grad.abs().mean()) > 1e-4
-    same = (output.detach(),)
-    assert answers.agreement(same, same) == pytest.approx(4) and answers.divergence(same, same) < 1e-6

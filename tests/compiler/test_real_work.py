@@ -27,7 +27,7 @@ def test_images_weights_precision_and_processes(work: Path, capsys: pytest.Captu
     assert shown.index("dense test accuracy") < shown.index("analysing the network")
     report = json.loads((work / "out" / "report.json").read_text(encoding="utf-8"))
     assert report["training"][0]["phase"] == "prune" and report["dense"]["accuracy"] == 1
-    assert report["settings"]["settings"]["input_size"] == 32 and report["layers"][0]["in_channels"] == 3
+    assert report["settings"]["settings"]["input_size"] == "32" and report["layers"][0]["in_channels"] == 3
 
 
 def test_weights_that_are_not_what_they_should_be_are_told(
@@ -61,7 +61,7 @@ def test_a_collapse_is_told(
         (("--pretrained",), "--pretrained knows the weights of torchvision:NAME and timm:NAME"),
         (("--pretrained", "--weights", "good.pth"), "give one of them"),
         (("--workers", "-1"), "--workers must be from 0 to"),
-        (("--input-size", "0"), "--input-size must be at least 1"),
+        (("--input-size", "0"), "--input-size must be a side of at least 1 pixel"),
     ],
 )
 def test_bad_input(work: Path, capsys: pytest.CaptureFixture[str], flags: tuple[str, ...], said: str) -> None:

@@ -16,7 +16,9 @@ from colours import run
 import smcp_fx
 from smcp_fx.cli.compile import main
 from smcp_fx.cli.flags import fractions
-from smcp_fx.compiler.settings import CompileSettings
+from smcp_fx.compiler import compile_model
+from smcp_fx.compiler.settings import CompileSettings, as_record
+from smcp_fx.config import MethodConfig, PruningConfig
 from smcp_fx.errors import InputError
 from smcp_fx.training import TrainingLoop
 from smcp_fx.zoo.data import load_data
@@ -111,8 +113,6 @@ def test_who_teaches(work: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         (("--epochs", "0", "--resume"), "not resumed"),
         (("--data", "images:images", "--prune", "during"), "images without labels train only"),
         (("--data", "images:images", "--taught", "0"), "images without labels train only"),
-        (("--mask", "permanent"), "--mask permanent is of masks that are learnt: give --prune during"),
-        (("--memory", "0.5"), "--memory 0.5 is of masks that are learnt: give --prune during"),
         (("--taught", "1.5"), "--taught must be a share"),
         (("--warmup", "1"), "--warmup is of soft masks: give --prune during"),
         (("--epochs", "0", "--prune", "during", "--every", "1"), "--every is of soft masks"),
@@ -151,3 +151,12 @@ def test_targets_are_fractions_or_percentages() -> None:
             fractions(wrong)
     with pytest.raises(InputError, match="--targets must be fractions"):
         CompileSettings(targets=(0.5, 2.0), epochs=0)
+
+
+def test_options_of_learnt_masks_need_them_and_are_in_every_record() -> None:
+    """A run of before the options moved can be resumed: its record has all fifteen."""
+    for config in (MethodConfig(mask="permanent"), MethodConfig(memory=0.5)):
+        with pytest.raises(InputError, match="is of masks that are learnt: set prune='during'"):
+            compile_model(CompileSettings(), config)
+    record = as_record(CompileSettings(), PruningConfig())["config"]
+    assert record == as_record(CompileSettings(), MethodConfig())["config"] and len(record) == 15

@@ -18,6 +18,8 @@ from torch.utils.flop_counter import FlopCounterMode
 from torchvision import models
 
 import smcp_fx
+from smcp_fx.channels import ChannelGraph
+from smcp_fx.cost_model import NetworkCost
 from smcp_fx.costs.binding import absolute_target
 from smcp_fx.errors import InputError
 
@@ -173,12 +175,12 @@ def test_targets_that_make_no_sense(target: Any) -> None:
 class Channels:
     """A cost model of a user's own: the first convolution's output channels."""
 
-    def network_cost(self, traced: Any, channels: smcp_fx.ChannelGraph) -> smcp_fx.NetworkCost:
+    def network_cost(self, traced: Any, channels: ChannelGraph) -> NetworkCost:
         from smcp_fx.cost_model import CostTerm
 
         width = channels.width(channels.layers[0].output_channels)
         permitted = {group.name: group.permitted for group in channels.groups if group.free}
-        return smcp_fx.NetworkCost("channels", permitted, (CostTerm("first", (width,), lambda w: 1.0 * w),))
+        return NetworkCost("channels", permitted, (CostTerm("first", (width,), lambda w: 1.0 * w),))
 
 
 def test_a_cost_model_of_ones_own() -> None:

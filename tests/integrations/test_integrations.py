@@ -18,6 +18,7 @@ from models import Residual, randomise
 from torch import nn
 
 import smcp_fx
+from smcp_fx.config import MethodConfig
 from smcp_fx.errors import TrainingError
 
 ROOT = Path(__file__).parents[2]
@@ -44,7 +45,7 @@ def lightning_module(schedule: smcp_fx.Schedule, wrong: bool = False) -> Any:
             super().__init__()
             torch.manual_seed(0)
             model = randomise(Residual(16, 24))
-            config = smcp_fx.PruningConfig(multiple=2, batch_norm_scaling=True)
+            config = MethodConfig(multiple=2, batch_norm_scaling=True)
             image = torch.randn(2, 3, 8, 8)
             self.model = smcp_fx.prepare(model, image, schedule=schedule, config=config)
             self.original = [nn.Parameter(torch.ones(2))] if wrong else None

@@ -14,6 +14,7 @@ from fake_latencies import FakeBackend, network, smooth
 from torch import nn
 
 import smcp_fx
+from smcp_fx.config import MethodConfig
 from smcp_fx.errors import MachineBusyError, TableError
 from smcp_fx.latency.cost import LatencyCost, latency_of
 from smcp_fx.latency.network import SURE, NetworkLatency
@@ -177,7 +178,7 @@ def test_a_pruner_lands_on_the_true_latency(tmp_path: Path, fraction: float) -> 
     """In a plain loop; what the unpruned prices say of the answer is off by more than 1%."""
     table = LatencyTable(tmp_path / "t.sqlite")
     rows = LatencyCost(table, FakeBackend(latency=smooth, cold=3.0), residency=RISING)
-    config = smcp_fx.PruningConfig(multiple=1, tolerance=0.0)
+    config = MethodConfig(multiple=1, tolerance=0.0)
     inputs = torch.randn(2, 3, 12, 12)
     prepared = smcp_fx.prepare(network(), inputs, target=fraction, cost=rows, config=config)
     cost = latency(prepared)

@@ -9,7 +9,7 @@ import torch
 from models import run
 from pass_models import IMAGE, NETWORKS, kinds, traced
 
-import smcp_fx
+from smcp_fx.config import MethodConfig
 from smcp_fx.passes.base import run_pipeline
 from smcp_fx.passes.fold_batch_norm_scalers import FoldBatchNormScalers
 from smcp_fx.passes.fold_masks import FoldMasks
@@ -21,7 +21,7 @@ def test_folding_is_the_inverse_of_inserting(name: str) -> None:
     module, channels = traced(NETWORKS[name]())
     before, code, tensors = kinds(module), module.code, copy.deepcopy(module.state_dict())
     expected = run(module, (IMAGE,))
-    run_pipeline(module, prepare_pipeline(channels, smcp_fx.PruningConfig(batch_norm_scaling=True)))
+    run_pipeline(module, prepare_pipeline(channels, MethodConfig(batch_norm_scaling=True)))
     assert kinds(module) != before
     run_pipeline(module, [FoldMasks(), FoldBatchNormScalers()])
     assert kinds(module) == before

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from typing import Any
 
 import models_weights
 import pytest
@@ -113,3 +114,50 @@ def test_a_frozen_weight_stays_frozen() -> None:
 @pytest.mark.parametrize("kind", ["slimmable", "factors_of_a_weight", "weight_norm_by_hook"])
 def test_layer_pruning_of_networks_that_compute_weights(kind: str) -> None:
     check_slicing(getattr(models_weights, kind)(), (IMAGE,), seeds=(0, 1), layer_pruning=True)
+
+
+COSINES: dict[str, Any] = {
+    "linear": lambda x, w: F.linear(F.normalize(x), F.normalize(w)),
+    "matmul": lambda x, w: F.normalize(x) @ F.normalize(w.T, dim=0) * 8,
+    "einsum": lambda x, w: torch.einsum("bk,ok->bo", F.normalize(x), F.normalize(w)),
+    "divided": lambda x, w: F.linear(x / x.norm(dim=1, keepdim=True), w / w.norm(dim=1, keepdim=True)),
+}
+
+
+class Cosines(nn.Module):
+    """A head of cosines, read from the weight of a layer that is not called."""
+
+    def __init__(self, form: Any) -> None:
+        super().__init__()
+        self.form, self.stem, self.head = form, nn.Conv2d(3, 16, 3), nn.Linear(16, 5, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.form(self.stem(x).relu().mean((2, 3)), self.head.weight)
+        return y
+
+
+@pytest.mark.parametrize("form", COSINES)
+def test_cosines_are_those_of_the_kept_channels(form: str) -> None:
+    """Held against the formula at the kept channels, and against the model's own class."""
+    model = randomise(Cosines(COSINES[form])).double().eval()
+    prepared = smcp_fx.prepare(model, IMAGE, config=CONFIG)
+    mask = torch.arange(16) % 3 > 0
+    prepared.set_masks({"stem": mask})
+    features = model.stem(IMAGE).relu().mean((2, 3))[:, mask]
+    expected = COSINES[form](features, model.head.weight[:, mask])
+    own, converted = smcp_fx.convert(prepared, into=model), smcp_fx.convert(prepared)
+    for network in (prepared, own, converted):
+        assert_close(run(network, (IMAGE,)), expected.detach(), "slicing", form)
+    assert own.head.weight.shape == converted.state_dict()["head.weight"].shape == (5, 10)
+
+
+def test_a_weight_that_is_read_otherwise_is_folded() -> None:
+    """Beside cosines the matrix is read as it is: the value is stored, and the class is refused with the reason."""
+    model = randomise(
+        Cosines(lambda x, w: F.linear(F.normalize(x), F.normalize(w)) + F.linear(x, F.normalize(w)))
+    )
+    prepared = smcp_fx.prepare(model.double().eval(), IMAGE, config=CONFIG)
+    prepared.set_masks(random_masks(prepared, 1))
+    assert_close(run(smcp_fx.convert(prepared), (IMAGE,)), run(prepared, (IMAGE,)), "slicing")
+    with pytest.raises(smcp_fx.errors.InputError, match="weight of 'head' itself"):
+        smcp_fx.convert(prepared, into=model)

@@ -9,6 +9,7 @@ from pass_models import IMAGE, traced
 from tolerances import assert_close
 
 import smcp_fx
+from smcp_fx.config import MethodConfig
 from smcp_fx.passes.base import run_pipeline
 from smcp_fx.passes.fold_batch_norm_scalers import FoldBatchNormScalers
 from smcp_fx.passes.fold_masks import FoldMasks
@@ -20,7 +21,7 @@ def test_folding_puts_masks_and_scales_into_the_parameters() -> None:
     module, channels = traced(chain(8, 12))
     state = module.get_submodule("smcp")
     assert isinstance(state, PruningState)
-    run_pipeline(module, prepare_pipeline(channels, smcp_fx.PruningConfig(batch_norm_scaling=True)))
+    run_pipeline(module, prepare_pipeline(channels, MethodConfig(batch_norm_scaling=True)))
     weight, gamma = (module.get_parameter(n).detach().clone() for n in ("1.0.weight", "1.1.weight"))
     state.set_masks({"0.0": torch.arange(8) < 2})
     masked = run(module, (IMAGE,))

@@ -11,8 +11,10 @@ from pass_models import IMAGE, change, kinds, traced
 from torch import nn
 
 import smcp_fx
+from smcp_fx.config import MethodConfig
+from smcp_fx.masking.masks import scale_gamma, scale_gamma_direct
 from smcp_fx.passes.insert_batch_norm_scalers import InsertBatchNormScalers
-from smcp_fx.tracing.masking import forward_with_weight, scale_gamma, scale_gamma_direct
+from smcp_fx.tracing.own_weights import forward_with_weight
 
 
 @pytest.mark.parametrize(("gradient", "function"), [("chain", scale_gamma), ("direct", scale_gamma_direct)])
@@ -61,9 +63,7 @@ def test_the_scale_is_the_share_of_input_channels_kept() -> None:
         norm=nn.BatchNorm2d(10),
         out=conv(10, 4),
     )
-    prepared = smcp_fx.prepare(
-        model.eval(), IMAGE, config=smcp_fx.PruningConfig(multiple=1, batch_norm_scaling=True)
-    )
+    prepared = smcp_fx.prepare(model.eval(), IMAGE, config=MethodConfig(multiple=1, batch_norm_scaling=True))
     prepared.set_masks({"stem": torch.arange(8) < 2})
     (scale,) = (value for name, value in prepared.smcp.named_buffers() if name.startswith("scale_"))
     expected = torch.tensor([2 / 8] * 4 + [1.0] * 4 + [(3 + 2) / 11] * 2)

@@ -13,9 +13,9 @@ from torch import fx, nn
 
 import smcp_fx
 from smcp_fx.errors import PassError
+from smcp_fx.masking.kept_statistics import IN_PLACE_OF, as_it_was, module_over_kept
 from smcp_fx.passes.insert_kept_statistics import InsertKeptStatistics
 from smcp_fx.pruning.state import PruningState
-from smcp_fx.tracing.kept_statistics import IN_PLACE_OF, as_it_was, module_over_kept
 
 
 def mixing() -> nn.Module:

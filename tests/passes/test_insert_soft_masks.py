@@ -13,11 +13,12 @@ from pass_models import change, kinds, traced
 from torch import Tensor, nn
 
 from smcp_fx.errors import PassError
+from smcp_fx.masking.masks import hard_mask, soft_mask
 from smcp_fx.passes.fold_masks import FoldMasks
 from smcp_fx.passes.insert_batch_norm_scalers import InsertBatchNormScalers
 from smcp_fx.passes.insert_soft_masks import InsertSoftMasks
 from smcp_fx.pruning.state import PruningState
-from smcp_fx.tracing.masking import forward_with_weight, hard_mask, soft_mask
+from smcp_fx.tracing.own_weights import forward_with_weight
 
 
 def test_soft_masks_go_on_consumers_with_a_choice_and_nothing_else() -> None:

@@ -31,10 +31,11 @@ from torch import Tensor, nn
 import smcp_fx
 from smcp_fx.backends.onnx.export import export_onnx
 from smcp_fx.channels.branches import bits
+from smcp_fx.config import MethodConfig
 from smcp_fx.errors import InputError
 from smcp_fx.inspection.text import group_text
 
-CONFIG = smcp_fx.PruningConfig(multiple=1, batch_norm_scaling=True, layer_pruning=True)
+CONFIG = MethodConfig(multiple=1, batch_norm_scaling=True, layer_pruning=True)
 
 
 def test_only_what_leaves_the_network_in_one_piece_may_go() -> None:
@@ -43,9 +44,7 @@ def test_only_what_leaves_the_network_in_one_piece_may_go() -> None:
     found = removable(prepared(body(Bottleneck(), Mixer())))
     assert found == {"1.expand.0", "1.gate.down", "2.up"}
     # Off, as it is by default, nothing may, and masks that keep nothing are refused.
-    off = smcp_fx.prepare(
-        Residual(), IMAGE, config=smcp_fx.PruningConfig(multiple=1, batch_norm_scaling=True)
-    )
+    off = smcp_fx.prepare(Residual(), IMAGE, config=MethodConfig(multiple=1, batch_norm_scaling=True))
     assert removable(off) == set()
     with pytest.raises(InputError, match="keeps nothing"):
         off.set_masks(nothing(off, "conv1"))

@@ -8,8 +8,8 @@ from models import run
 from pass_models import IMAGE, NETWORKS, traced
 from torch import Tensor
 
-import smcp_fx
 from smcp_fx.channels import ChannelGraph
+from smcp_fx.config import MethodConfig
 from smcp_fx.passes.pipelines import convert_pipeline, prepare_pipeline
 from smcp_fx.pruning.state import PruningState
 
@@ -24,7 +24,7 @@ def test_run_twice_nothing_changes(name: str) -> None:
     state = module.get_submodule("smcp")
     assert isinstance(state, PruningState)
     state.set_masks(half(channels))
-    config = smcp_fx.PruningConfig(multiple=1, batch_norm_scaling=True)
+    config = MethodConfig(multiple=1, batch_norm_scaling=True)
     for one in [*prepare_pipeline(channels, config), *convert_pipeline(channels, state.units_kept())]:
         first = one(module)
         code, tensors = module.code, {n: t.clone() for n, t in module.state_dict().items()}

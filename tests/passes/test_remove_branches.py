@@ -8,11 +8,11 @@ from models import Residual, between, conv, run
 from tolerances import assert_close
 
 from smcp_fx.errors import PassError
+from smcp_fx.masking.masks import META, Constant
 from smcp_fx.passes.drop_idle_joins import DropIdleJoins
 from smcp_fx.passes.insert_soft_masks import InsertSoftMasks
 from smcp_fx.passes.remove_branches import RemoveBranches
 from smcp_fx.passes.slice_channels import SliceChannels
-from smcp_fx.tracing.masking import META, Constant
 
 
 def test_a_branch_goes_and_the_widths_stay() -> None:

@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch import nn
 
 import smcp_fx
+from smcp_fx.config import MethodConfig
 from smcp_fx.latency.cost import LatencyCost
 from smcp_fx.latency.table import LatencyTable
 from smcp_fx.pruning.ranks import digest
@@ -55,7 +56,7 @@ def main(arguments: list[str]) -> None:
     )  # fmt: skip
     model[3].requires_grad_(not options.freeze)
     schedule = smcp_fx.Schedule(epochs=1, steps_per_epoch=STEPS, warmup=0.2, ramp=0.3, cooldown=0.2, every=2)
-    config = smcp_fx.PruningConfig(multiple=1, batch_norm_scaling=True)
+    config = MethodConfig(multiple=1, batch_norm_scaling=True)
     image = torch.randn(2, 3, 8, 8)
     cost = measured(options.folder / "t.sqlite") if options.latency else "flops"
     prepared = smcp_fx.prepare(

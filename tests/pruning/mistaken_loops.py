@@ -11,13 +11,14 @@ from models import Residual, randomise
 from torch import nn
 
 import smcp_fx
+from smcp_fx.config import MethodConfig
 
 SCHEDULE = smcp_fx.Schedule(epochs=1, steps_per_epoch=12, warmup=0.25, ramp=0.34, cooldown=0.25, every=2)
 
 
 def prepared_model(model: nn.Module | None = None, **options: Any) -> smcp_fx.PreparedModel:
     model = model or randomise(Residual(16, 24))
-    config = smcp_fx.PruningConfig(multiple=2, batch_norm_scaling=True)
+    config = MethodConfig(multiple=2, batch_norm_scaling=True)
     image = torch.randn(2, 3, 8, 8)
     return smcp_fx.prepare(model.train(), image, config=config, **{"schedule": SCHEDULE, **options})
 

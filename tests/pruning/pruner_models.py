@@ -9,6 +9,7 @@ from models import Residual, randomise
 from torch import nn
 
 import smcp_fx
+from smcp_fx.config import MethodConfig
 from smcp_fx.pruning.pruner import Solve
 
 IMAGE = torch.randn(4, 3, 8, 8, generator=torch.Generator().manual_seed(1))
@@ -22,7 +23,7 @@ def prepared_model(
 ) -> smcp_fx.PreparedModel:
     """A residual network whose masks are solved for at steps 5, 7 and 9 of 12."""
     model = randomise(model or Residual(16, 24)).train()
-    config = smcp_fx.PruningConfig(**{"multiple": 2, "batch_norm_scaling": True, **options})
+    config = MethodConfig(**{"multiple": 2, "batch_norm_scaling": True, **options})
     return smcp_fx.prepare(model, IMAGE, target=target, schedule=SCHEDULE, config=config)
 
 

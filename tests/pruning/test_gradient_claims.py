@@ -11,7 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import smcp_fx
-from smcp_fx.tracing.masking import soft_mask
+from smcp_fx.config import MethodConfig
+from smcp_fx.masking.masks import soft_mask
 
 WIDTH = 512
 
@@ -32,7 +33,7 @@ def gradient_norm(share: float, scaling: bool) -> float:
     model[0].weight.data = torch.eye(WIDTH).view(
         WIDTH, WIDTH, 1, 1
     )  # its outputs are the inputs: independent
-    config = smcp_fx.PruningConfig(multiple=1, batch_norm_scaling=scaling)
+    config = MethodConfig(multiple=1, batch_norm_scaling=scaling)
     prepared = smcp_fx.prepare(model.double().train(), x, config=config)
     prepared.set_masks({"0": torch.arange(WIDTH) < share * WIDTH})
     above = torch.randn(8, 32, 6, 6, dtype=torch.float64)
@@ -117,7 +118,7 @@ def trained(mask: str) -> list[int]:
         layers += [nn.Conv2d(before, after, 3, 2, 1, bias=False), nn.BatchNorm2d(after), nn.ReLU()]
     model = nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(64, 10)).train()
     schedule = smcp_fx.Schedule.scaled(4, data.steps_per_epoch(64))
-    config = smcp_fx.PruningConfig(multiple=4, mask=mask)  # type: ignore[arg-type]
+    config = MethodConfig(multiple=4, mask=mask)  # type: ignore[arg-type]
     prepared = smcp_fx.prepare(model, torch.randn(2, 1, 16, 16), target=0.3, schedule=schedule, config=config)
     optimizer = torch.optim.SGD(prepared.parameters(), lr=0.1, momentum=0.9, nesterov=True)
     for epoch in range(4):

@@ -15,6 +15,7 @@ from tolerances import assert_close
 from torch import Tensor, nn
 
 import smcp_fx
+from smcp_fx.config import MethodConfig
 from smcp_fx.errors import TrainingError
 from smcp_fx.pruning import importance as importance_module
 from smcp_fx.pruning.importance import TaylorImportance
@@ -26,7 +27,7 @@ def backward(model: nn.Module, **options: Any) -> smcp_fx.PreparedModel:
     """Prepare in double precision and run one forward and backward in `train()`."""
     x = torch.randn(IMAGE, dtype=torch.float64)
     model = randomise(model).double()
-    config = smcp_fx.PruningConfig(**{"multiple": 1, "batch_norm_scaling": True, **options})
+    config = MethodConfig(**{"multiple": 1, "batch_norm_scaling": True, **options})
     prepared = smcp_fx.prepare(model, x, config=config)
     prepared.train()
     step(prepared, x)

@@ -15,7 +15,7 @@ from models import (
 from tolerances import assert_close
 
 import smcp_fx
-from smcp_fx.tracing.masking import scale_gamma_direct
+from smcp_fx.masking.masks import scale_gamma_direct
 
 
 @pytest.mark.parametrize("gradient", ["chain", "direct"])

@@ -16,6 +16,7 @@ from rich.console import Console
 from torch import nn
 
 import smcp_fx
+from smcp_fx.config import MethodConfig
 from smcp_fx.errors import InputError
 from smcp_fx.pruning.observers import JsonLines, Observer, ProgressBar, TensorBoard
 from smcp_fx.pruning.solve import Solve
@@ -26,7 +27,7 @@ SCHEDULE = smcp_fx.Schedule(epochs=1, steps_per_epoch=12, warmup=0.25, ramp=0.34
 def train(*observers: Observer) -> smcp_fx.PreparedModel:
     """Solves at steps 5, 7 and 9 of 12."""
     torch.manual_seed(0)
-    config = smcp_fx.PruningConfig(multiple=2, batch_norm_scaling=True)
+    config = MethodConfig(multiple=2, batch_norm_scaling=True)
     model = randomise(Residual(16, 24)).train()
     prepared = smcp_fx.prepare(model, torch.randn(2, 3, 8, 8), schedule=SCHEDULE, config=config)
     prepared.pruner.observers += observers

@@ -14,6 +14,8 @@ from tolerances import assert_close
 from torch import Tensor, nn
 
 import smcp_fx
+from smcp_fx.allocation import allocate
+from smcp_fx.config import MethodConfig
 
 
 def best(importance: dict[str, Tensor], prepared: smcp_fx.PreparedModel, target: float) -> float:
@@ -27,7 +29,7 @@ def best(importance: dict[str, Tensor], prepared: smcp_fx.PreparedModel, target:
         )
         for name, permitted in cost.permitted.items()
     }
-    found = smcp_fx.allocate(values, cost, target)
+    found = allocate(values, cost, target)
     return float(sum(values[n][cost.permitted[n].index(c)] for n, c in found.counts.items()))
 
 
@@ -114,7 +116,7 @@ def favour(prepared: smcp_fx.PreparedModel, high: Tensor) -> None:
 @pytest.mark.parametrize("mask", ["soft", "permanent"])
 def test_soft_masks_can_return_and_permanent_ones_never_do(mask: str) -> None:
     model = randomise(chain(8, 8)).train()
-    config = smcp_fx.PruningConfig(multiple=2, batch_norm_scaling=True, mask=mask, memory=0.0, tolerance=0.0)  # type: ignore[arg-type]
+    config = MethodConfig(multiple=2, batch_norm_scaling=True, mask=mask, memory=0.0, tolerance=0.0)  # type: ignore[arg-type]
     prepared = smcp_fx.prepare(model, IMAGE, config=config)
     first = torch.arange(8) < 4
     favour(prepared, first)
@@ -177,7 +179,7 @@ def test_a_resumed_run_equals_an_uninterrupted_one() -> None:
 def test_memory_and_momentum() -> None:
     """Gathered: g <- m g + (1 - m) I. Between solves: share <- memory * old share + (1 - memory) * new share."""
     model = randomise(nn.Sequential(conv(3, 8), nn.ReLU(), conv(8, 4)))
-    config = smcp_fx.PruningConfig(multiple=2, batch_norm_scaling=True, momentum=0.75, memory=0.5)
+    config = MethodConfig(multiple=2, batch_norm_scaling=True, momentum=0.75, memory=0.5)
     prepared = smcp_fx.prepare(model, IMAGE, config=config)
     weight = prepared.get_parameter("2.weight")
 

@@ -23,6 +23,7 @@ from tolerances import assert_close
 from torch import Tensor, nn
 
 import smcp_fx
+from smcp_fx.config import MethodConfig
 from smcp_fx.errors import SmcpError
 from smcp_fx.passes.insert_soft_masks import mask_name, masked_layers
 from smcp_fx.pruning.loop_watch import TrainingWarning
@@ -78,7 +79,7 @@ class Life(RuleBasedStateMachine):
         """Prepared as the model was."""
         build, schedule, options = self.life
         torch.manual_seed(0)
-        config = smcp_fx.PruningConfig(**options)
+        config = MethodConfig(**options)
         return smcp_fx.prepare(
             randomise(build()).train(), IMAGE, target=0.5, schedule=schedule, config=config
         )
@@ -244,7 +245,7 @@ class Life(RuleBasedStateMachine):
 
 def test_scales_come_back_from_half_precision() -> None:
     """They follow from the masks: those of a model that was in bfloat16 are not rounded."""
-    prepared = smcp_fx.prepare(Residual(8, 12), IMAGE, config=smcp_fx.PruningConfig(batch_norm_scaling=True))
+    prepared = smcp_fx.prepare(Residual(8, 12), IMAGE, config=MethodConfig(batch_norm_scaling=True))
     prepared.set_masks(
         {group.name: torch.arange(group.size) < 5 for group in prepared.channels.groups if group.free}
     )

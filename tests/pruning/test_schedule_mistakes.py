@@ -11,6 +11,7 @@ from models import Residual, randomise
 from torch import nn
 
 import smcp_fx
+from smcp_fx.config import MethodConfig
 from smcp_fx.errors import InfeasibleBudgetError, TrainingError
 
 
@@ -112,7 +113,7 @@ def test_importances_that_are_all_zero() -> None:
 def test_masks_that_oscillate() -> None:
     """Importances that favour one half, then the other; forgetful, and without tolerance."""
     schedule = smcp_fx.Schedule(epochs=1, steps_per_epoch=40, warmup=0.1, ramp=0.0, cooldown=0.1, every=2)
-    config = smcp_fx.PruningConfig(multiple=2, batch_norm_scaling=True, memory=0.0, tolerance=0.0)
+    config = MethodConfig(multiple=2, batch_norm_scaling=True, memory=0.0, tolerance=0.0)
     image = torch.randn(2, 3, 8, 8)
     prepared = smcp_fx.prepare(randomise(Residual(16, 24)).train(), image, schedule=schedule, config=config)
     weights = [prepared.get_parameter(f"{name}.weight") for name in ("conv1", "conv2", "conv4", "fc")]

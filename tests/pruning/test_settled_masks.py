@@ -12,6 +12,7 @@ from torch import nn
 import smcp_fx
 from smcp_fx.allocation.rounding import grow_for_free
 from smcp_fx.channels import ChannelGraph
+from smcp_fx.config import MethodConfig
 from smcp_fx.cost_model import NetworkCost, Price
 from smcp_fx.costs.flops import FlopsCost
 from smcp_fx.tracing.tracer import Traced
@@ -33,7 +34,7 @@ def network() -> nn.Sequential:
 def solves(seed: int, **options: float) -> list[smcp_fx.pruning.pruner.Solve]:
     """Solve at every step from importances that are a fixed part, inflated by narrow masks, times noise."""
     torch.manual_seed(seed)
-    config = smcp_fx.PruningConfig(**options)  # type: ignore[arg-type]
+    config = MethodConfig(**options)  # type: ignore[arg-type]
     prepared = smcp_fx.prepare(network(), IMAGE, target=0.1, schedule=SCHEDULE, config=config)
     fixed = {group.name: torch.randn(128).exp() for group in prepared.channels.groups if group.free}
     for _ in range(SCHEDULE.total_steps):
@@ -84,7 +85,7 @@ class Stairs:
 def test_masks_that_settle_leave_no_channels_that_cost_nothing() -> None:
     """Where masks move as little as they may, counts come to stand on the steps of the cost all the same."""
     torch.manual_seed(0)
-    config = smcp_fx.PruningConfig(multiple=1, tolerance=0.05)
+    config = MethodConfig(multiple=1, tolerance=0.05)
     prepared = smcp_fx.prepare(network(), IMAGE, target=0.5, schedule=SCHEDULE, config=config, cost=Stairs())
     moved = 0
     for _ in range(SCHEDULE.total_steps):

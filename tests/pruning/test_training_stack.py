@@ -15,8 +15,9 @@ from tolerances import assert_close
 from torch import nn
 
 import smcp_fx
+from smcp_fx.config import MethodConfig
 from smcp_fx.pruning.importance import TaylorImportance
-from smcp_fx.tracing.masking import forward_with_weight
+from smcp_fx.tracing.own_weights import forward_with_weight
 
 # ---- optimisers and what surrounds them --------------------------------------------------------------------
 
@@ -235,7 +236,7 @@ def test_compiled_with_inductor_the_importances_are_the_same(dynamo: Any) -> Non
 @pytest.mark.parametrize("before", [True, False], ids=["before prepare", "after prepare"])
 def test_frozen_layers_have_the_importance_they_would_have(before: bool, mask: Any) -> None:
     """Every consumer of a group is frozen; the importances equal those of the same network that learns."""
-    config = smcp_fx.PruningConfig(multiple=1, batch_norm_scaling=True, mask=mask)
+    config = MethodConfig(multiple=1, batch_norm_scaling=True, mask=mask)
     image = torch.randn(2, 3, 8, 8)
     learning = smcp_fx.prepare(network(), image, config=config)
     model = network()

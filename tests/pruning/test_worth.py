@@ -11,6 +11,7 @@ from scipy.integrate import quad
 from torch import nn
 
 import smcp_fx
+from smcp_fx.config import MethodConfig
 from smcp_fx.errors import InputError
 from smcp_fx.pruning.pruner import Pruner
 from smcp_fx.pruning.worth import Worth
@@ -21,7 +22,7 @@ IMAGE = torch.randn(2, 3, 8, 8, generator=torch.Generator().manual_seed(0))
 def prepared(**options: float | str) -> tuple[smcp_fx.PreparedModel, Pruner]:
     torch.manual_seed(3)
     body = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 12, 3), nn.ReLU(), nn.Conv2d(12, 4, 1))
-    config = smcp_fx.PruningConfig(multiple=1, **options)  # type: ignore[arg-type]
+    config = MethodConfig(multiple=1, **options)  # type: ignore[arg-type]
     found = smcp_fx.prepare(body, IMAGE, target=0.5, config=config)
     found(IMAGE).square().sum().backward()
     found.pruner.step()
@@ -74,4 +75,4 @@ def test_a_solve_keeps_the_most_worth(exponent: float, share: float) -> None:
 @pytest.mark.parametrize("exponent", [-0.1, 1.0, float("nan")])
 def test_exponents_that_have_no_integral(exponent: float) -> None:
     with pytest.raises(InputError, match="width_exponent must be a number in"):
-        smcp_fx.PruningConfig(width_exponent=exponent)
+        MethodConfig(width_exponent=exponent)

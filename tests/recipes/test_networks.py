@@ -11,6 +11,7 @@ from tolerances import assert_close
 from torch import nn
 
 import smcp_fx
+from smcp_fx.config import MethodConfig
 from smcp_fx.errors import InputError
 from smcp_fx.zoo.models import build_model
 from smcp_fx.zoo.ssd import SSD300, SSD512, priors_of
@@ -78,7 +79,7 @@ def test_ssd_outputs_are_in_the_order_of_its_priors() -> None:
 def test_masked_is_sliced(name: str, size: int) -> None:
     network = randomise(build_model(f"smcp:{name}", num_classes=4)).double().eval()
     images = torch.rand(2, 3, size, size, dtype=torch.float64)
-    config = smcp_fx.PruningConfig(keep_first_convolution=True)
+    config = MethodConfig(keep_first_convolution=True)
     prepared = smcp_fx.prepare(network, images, config=config)
     assert prepared.regions == ()  # one graph
     assert_close(prepared(images), network(images), "identity", name)

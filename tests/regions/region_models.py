@@ -11,8 +11,9 @@ from torch import Tensor, nn
 
 import smcp_fx
 from smcp_fx.channels.graph import Group
+from smcp_fx.config import MethodConfig
 
-CONFIG = smcp_fx.PruningConfig(multiple=1, batch_norm_scaling=True)
+CONFIG = MethodConfig(multiple=1, batch_norm_scaling=True)
 
 
 IMAGES = torch.randn(2, 3, 16, 16, generator=torch.Generator().manual_seed(5)).double()

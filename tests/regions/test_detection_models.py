@@ -13,8 +13,9 @@ from torch.utils import _pytree as pytree
 from torchvision.models import detection, resnet18
 
 import smcp_fx
+from smcp_fx.config import MethodConfig
 
-CONFIG = smcp_fx.PruningConfig(multiple=1, batch_norm_scaling=True)
+CONFIG = MethodConfig(multiple=1, batch_norm_scaling=True)
 SIDE = 96
 DETECTORS = {
     "ssdlite320_mobilenet_v3_large": (("backbone", "head"), 0.99),

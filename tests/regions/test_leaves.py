@@ -85,7 +85,7 @@ def test_leaves_are_kept_inside_regions_and_out_of_them() -> None:
     [
         (["nothing"], "the model has no module 'nothing'; model.named_modules"),
         (["mix"], "did you mean gate.mix"),
-        ("gate", "a list of module names, not the string 'gate'"),
+        ("gate", "a list of module names, not 'gate'"),
     ],
 )
 def test_leaves_that_do_not_exist(leaves: Any, words: str) -> None:
@@ -105,7 +105,7 @@ class Printing(nn.Linear):
 @pytest.mark.filterwarnings(
     "ignore:`torch.jit.script`:FutureWarning", "ignore:`torch.jit.script`:DeprecationWarning"
 )
-def test_scripted_modules_that_are_not_read_are_left_alone() -> None:
+def test_scripted_modules_are_left_alone() -> None:
     """They take no hooks, and cannot be looked into."""
 
     class Asks(nn.Module):

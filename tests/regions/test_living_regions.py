@@ -15,11 +15,12 @@ from torch import Tensor, nn
 
 import smcp_fx
 from smcp_fx.checkpoint import load_checkpoint, save_checkpoint
+from smcp_fx.config import MethodConfig
 from smcp_fx.errors import BackendError
 
 
 def test_training_solving_and_converting() -> None:
-    prepared = prepare(Split(), config=smcp_fx.PruningConfig(multiple=4, batch_norm_scaling=True), target=0.5)
+    prepared = prepare(Split(), config=MethodConfig(multiple=4, batch_norm_scaling=True), target=0.5)
     optimizer = torch.optim.SGD(prepared.parameters(), lr=0.01)
     prepared.train()
     for _ in range(3):

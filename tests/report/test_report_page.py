@@ -8,8 +8,9 @@ import re
 from dataclasses import asdict, replace
 
 from html_page import HOSTILE, Page
+from printed import summary_text
 
-from smcp_fx.report import Report, summary_text
+from smcp_fx.report import Report
 from smcp_fx.report.page import render_page
 from smcp_fx.report.schema import CalibrationFacts, RepairRow, Side, TargetRow, WorthRow
 

@@ -12,11 +12,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from smcp_fx.report import Report
-from smcp_fx.report.bars import NARROW, block_bars, channel_bars, latency_bars
+from smcp_fx.report.bars import block_bars, channel_bars, latency_bars, repair_bars
 from smcp_fx.report.curves import solve_curves, training_curves, validation_scatter
 from smcp_fx.report.schema import BlockRow, EngineRow, EpochRow, RepairRow, WorthRow
-from smcp_fx.report.svg import rounded_up, ticks
-from smcp_fx.report.without_training import repair_bars
+from smcp_fx.report.svg import NARROW, rounded_up, ticks
 from smcp_fx.report.worth_curves import PANELS, worth_curves
 
 

@@ -7,9 +7,10 @@ from dataclasses import replace
 
 import pytest
 from html_page import Page
+from printed import summary_text
 from rich.table import Table
 
-from smcp_fx.report import Report, summary_table, summary_text
+from smcp_fx.report import Report, summary_table
 from smcp_fx.report.curves import dense_cost
 from smcp_fx.report.formats import count, duration, milliseconds, percent, relative_change
 from smcp_fx.report.page import render_page

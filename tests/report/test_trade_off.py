@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
@@ -25,3 +26,16 @@ def test_values_are_where_they_belong() -> None:
     assert last[1] - second[1] == pytest.approx(2 * (second[1] - first[1]), abs=0.1)  # 95, 90, 80%
     assert any("90.0% (88.0 to 92.0) at 2.00×" in tip for tip in by_tip)
     assert trade_off([], "T") is None
+
+
+def test_files_have_plain_colours_and_dark_ones_on_top() -> None:
+    """Viewers that know no variables and no media queries show the light picture."""
+    point = Point(2.0, 0.9, 0.88, 0.92, "50%")
+    file = str(trade_off([Series("ours", (point,))], "T"))
+    light, dark = file.split("<style>")[0] + file.split("</style>")[1], file.split("<style>")[1]
+    assert "var(" not in file and 'font-size="12"' in light
+    assert 'class="mark s0" fill="#1d5fc4" stroke="#fcfcfb"' in light
+    assert dark.startswith("@media (prefers-color-scheme:dark){svg{fill:#9ba5b3}")
+    assert '[class="mark s0"]{fill:#74abff;stroke:#101317}' in dark
+    for path in Path(__file__).parents[2].glob("docs/**/*.svg"):
+        assert "var(" not in path.read_text(encoding="utf-8"), path

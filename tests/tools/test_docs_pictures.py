@@ -44,3 +44,9 @@ def test_both_are_drawn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     assert bars[1] / bars[0] == pytest.approx(0.4)
     heights = [float(rect.get("height", 0)) for rect in kept.iter() if rect.get("class") == "bar-pruned"]
     assert heights[1] / heights[0] == pytest.approx(0.25, rel=0.01)
+    group, slicing = (ElementTree.parse(tmp_path / f"{name}.svg").getroot() for name in ("group", "slicing"))
+    assert (
+        sum(rect.get("class") == "outline" for rect in group.iter()) == 4
+    )  # a unit has a slot in each layer's side
+    colours = [rect.get("class") for rect in slicing.iter() if str(rect.get("class")).startswith("bar-")]
+    assert colours.count("bar-dense") == 2 * (4 + 5)  # two channels: a row of four and a column of five each

@@ -15,6 +15,7 @@ from tolerances import assert_close
 from torch import Tensor, nn
 
 import smcp_fx
+from smcp_fx.config import MethodConfig
 from smcp_fx.errors import TraceError
 from smcp_fx.tracing.tracer import trace
 
@@ -74,7 +75,7 @@ class FusedNorms(nn.Module):
 def test_what_fuses_in_eval_mode_leaves_out_what_training_leaves_out(build: Callable[[], nn.Module]) -> None:
     """Masks and scales of the branches are in the fused kernel, too, before and after slicing; `convert` warns."""
     model = randomise(models_overwritten.through(nn.Sequential(build(), nn.ReLU(), build()))).double().eval()
-    config = smcp_fx.PruningConfig(multiple=1, batch_norm_scaling=True)
+    config = MethodConfig(multiple=1, batch_norm_scaling=True)
     prepared = smcp_fx.prepare(model, image(), config=config)
     prepared.set_masks(random_masks(prepared, 3))
     with pytest.warns(smcp_fx.TrainingWarning, match="fuses weights in one mode alone"):

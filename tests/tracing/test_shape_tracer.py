@@ -14,6 +14,7 @@ from tolerances import assert_close
 from torch import Tensor, nn
 
 import smcp_fx
+from smcp_fx.config import MethodConfig
 from smcp_fx.errors import TraceError
 from smcp_fx.tracing.tracer import trace
 
@@ -148,7 +149,7 @@ def test_a_channel_count_that_goes_down_takes_its_assumption_with_it() -> None:
         return h if h.shape[1] > 6 else -h
 
     prepared = smcp_fx.prepare(
-        between(wiring).eval(), IMAGE, config=smcp_fx.PruningConfig(multiple=1, batch_norm_scaling=True)
+        between(wiring).eval(), IMAGE, config=MethodConfig(multiple=1, batch_norm_scaling=True)
     )
     prepared.set_masks({"stem": torch.arange(8) < 3})
     sliced = smcp_fx.convert(prepared)
@@ -164,9 +165,7 @@ def test_a_weight_computed_from_parameters_becomes_a_parameter() -> None:
         return F.conv2d(h, s.weight * s.gain / s.weight.pow(2).sum((1, 2, 3), keepdim=True), padding=1)
 
     model = between(wiring, 8, 6, weight=free_parameter(6, 8, 3, 3), gain=free_parameter(6, 1, 1, 1)).eval()
-    prepared = smcp_fx.prepare(
-        model, IMAGE, config=smcp_fx.PruningConfig(multiple=1, batch_norm_scaling=True)
-    )
+    prepared = smcp_fx.prepare(model, IMAGE, config=MethodConfig(multiple=1, batch_norm_scaling=True))
     assert prepared.channels.free_share == 1.0
     assert set(prepared.state_dict()) >= {"weight", "gain"}  # trained as it was
     prepared.set_masks({"stem": torch.arange(8) % 2 == 0, "weight": torch.arange(6) < 4})

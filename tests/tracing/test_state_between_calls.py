@@ -136,6 +136,6 @@ def test_what_no_call_reads_keeps_nothing_in_place() -> None:
 
 def test_the_reason_is_told() -> None:
     _, prepared, _ = _prepared(_FromNone)
-    assert "kept in plain attributes" in prepared.untraced[""]
-    with pytest.raises(TraceError, match="kept in plain attributes"):
+    assert "keeps tensors from one call" in prepared.untraced[""]
+    with pytest.raises(TraceError, match="keeps tensors from one call"):
         smcp_fx.prepare(_Memory(), torch.randn(1, 3, 8, 8))

@@ -157,7 +157,14 @@ def method_after(s: Any, h: Tensor) -> Tensor:
     return F.pad(view, (0, 0, 0, 0, 0, 4)) * 2 + h
 
 
+def windows_written(s: Any, h: Tensor) -> Tensor:
+    windows = h.unfold(2, 2, 2)
+    windows += 1
+    return h * 2
+
+
 VIEWS: dict[str, Wiring] = {
+    "windows": windows_written,
     "a part": view_after,
     "the whole": whole_view_after,
     "of another name": view_of_another_name,

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import smcp_fx
+from smcp_fx.errors import InputError
 
 Made = Callable[[nn.Module, Tensor], Tensor]
 
@@ -152,7 +153,7 @@ def counted(net: nn.Module, f: Tensor) -> Tensor:
 def test_a_counter_that_decides_on_what_is_computed_goes_on_counting() -> None:
     model = Net(counted)
     prepared = smcp_fx.prepare(model, image())
-    assert "counts up" in prepared.untraced[""]
+    assert "counts its calls" in prepared.untraced[""]
     same(model, prepared, image())
 
 
@@ -269,6 +270,10 @@ def test_scripted_parts_are_called_as_they_are_and_can_be_trained() -> None:
     torch.testing.assert_close(prepared(image()), model(image()), atol=1e-5, rtol=1e-4)
     prepared.train()(image()).sum().backward()
     assert all(p.grad is not None for p in prepared.parameters())
+    reason = "is compiled by torch.jit: prepare the model that it was made from"
+    assert any(reason in why for group in prepared.channels.groups for why in group.pinned)
+    with pytest.raises(InputError, match=r"compiled by torch\.jit: prepare the model that it was made from"):
+        smcp_fx.prepare(torch.jit.script(nn.Sequential(nn.Conv2d(3, 8, 3), nn.Conv2d(8, 4, 1))), image())
 
 
 class Offsets(nn.Module):

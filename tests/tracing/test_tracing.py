@@ -16,8 +16,9 @@ from torch import Tensor, fx, nn
 from torch.utils._pytree import tree_leaves
 
 import smcp_fx
+from smcp_fx.config import MethodConfig
 from smcp_fx.errors import InputError, TraceError
-from smcp_fx.tracing.example_inputs import as_inputs
+from smcp_fx.interface.example_inputs import as_inputs
 from smcp_fx.tracing.example_runs import run_eager
 from smcp_fx.tracing.tracer import trace
 
@@ -162,9 +163,7 @@ def test_other_operations_in_train_than_in_eval(kind: str) -> None:
         model = between(lambda s, h: s.mid(h) if s.training else h, mid=conv(8, 8))
     model = randomise(model).double()
     image = IMAGE.double()
-    prepared = smcp_fx.prepare(
-        model, image, config=smcp_fx.PruningConfig(multiple=1, batch_norm_scaling=True)
-    )
+    prepared = smcp_fx.prepare(model, image, config=MethodConfig(multiple=1, batch_norm_scaling=True))
     assert prepared.channels.free_share == 1.0
     graph = trace(copy.deepcopy(model), (image,)).module
     kept = torch.arange(8) % 3 > 0
@@ -282,7 +281,7 @@ def test_modules_that_write_their_buffers(how: str) -> None:
 
 
 def test_a_model_that_writes_its_own_buffers_by_their_values_is_refused() -> None:
-    with pytest.raises(TraceError, match="of the model itself change in forward"):
+    with pytest.raises(TraceError, match="the model itself writes into its own buffers"):
         trace(Averages("asked for"), (torch.randn(2, 8, 4, 4),))
 
 

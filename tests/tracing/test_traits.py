@@ -63,9 +63,24 @@ def test_what_is_drawn_is_no_function_of_the_values(name: str) -> None:
     assert any(not torch.equal(draws[0], other) for other in draws)
 
 
+PAIRS = torch.rand(2, 2, 2)
+SEEN = {
+    "adjoint": PAIRS.adjoint(), "asstrided": PAIRS.as_strided((2, 2), (1, 2)), "dsplit": PAIRS.dsplit(2)[0],
+    "einsum": torch.einsum("ijk->jik", PAIRS), "hsplit": PAIRS.hsplit(2)[0], "ravel": PAIRS.ravel(),
+    "real": torch.real(PAIRS), "resolveconj": PAIRS.resolve_conj(), "resolveneg": PAIRS.resolve_neg(),
+    "unfold": PAIRS.unfold(0, 2, 1), "viewascomplex": torch.view_as_complex(PAIRS), "vsplit": PAIRS.vsplit(2)[0],
+}  # fmt: skip
+
+
+def test_views_are_the_memory_of_their_operand() -> None:
+    memory = {name: view.untyped_storage().data_ptr() for name, view in SEEN.items()}
+    assert set(memory.values()) == {PAIRS.untyped_storage().data_ptr()}
+    assert operations_with(Trait.VIEWS) - SEEN.keys() == {"imag", "meshgrid", "viewasreal"}
+
+
 def test_traits_that_refine_others() -> None:
     assert operations_with(Trait.COPIES) <= operations_with(Trait.MOVES)
     assert operations_with(Trait.REGROUPS) <= operations_with(Trait.MOVES)
     assert operations_with(Trait.DRAWN) <= operations_with(Trait.ELEMENTWISE)
-    assert not operations_with(Trait.MOVES) & operations_with(Trait.ELEMENTWISE)
+    assert not operations_with(Trait.MOVES) & operations_with(Trait.ELEMENTWISE | Trait.VIEWS)
     assert not has(None, ~Trait(0)) and not has("conv2d", ~Trait(0))

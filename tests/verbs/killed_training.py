@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 import smcp_fx
+from smcp_fx.config import MethodConfig
 
 STEPS = 24
 
@@ -31,7 +32,7 @@ def main(folder: Path, pause: str) -> None:
         nn.Conv2d(16, 16, 3), nn.BatchNorm2d(16), nn.ReLU(), nn.Flatten(), nn.Linear(64, 5),
     )  # fmt: skip
     schedule = smcp_fx.Schedule(epochs=1, steps_per_epoch=STEPS, warmup=0.2, ramp=0.4, cooldown=0.2, every=3)
-    config = smcp_fx.PruningConfig(multiple=1, batch_norm_scaling=True)
+    config = MethodConfig(multiple=1, batch_norm_scaling=True)
     prepared = smcp_fx.prepare(model, torch.randn(2, 3, 6, 6), schedule=schedule, config=config)
     prepared.train()
     optimizer = torch.optim.AdamW(prepared.parameters(), lr=1e-2)

@@ -21,6 +21,7 @@ from processes import Running
 from torch import nn
 
 import smcp_fx
+from smcp_fx.config import MethodConfig
 from smcp_fx.errors import CheckpointError
 
 IMAGE = torch.randn(4, 3, 8, 8, generator=torch.Generator().manual_seed(1))
@@ -28,7 +29,7 @@ IMAGE = torch.randn(4, 3, 8, 8, generator=torch.Generator().manual_seed(1))
 
 def prepared_model(**options: Any) -> smcp_fx.PreparedModel:
     torch.manual_seed(0)
-    config = smcp_fx.PruningConfig(**{"multiple": 2, "batch_norm_scaling": True, **options})
+    config = MethodConfig(**{"multiple": 2, "batch_norm_scaling": True, **options})
     schedule = smcp_fx.Schedule(epochs=1, steps_per_epoch=12, warmup=0.25, ramp=0.34, cooldown=0.25, every=2)
     model = randomise(Residual(16, 24)).train()
     return smcp_fx.prepare(model, IMAGE, schedule=schedule, config=config)

@@ -13,8 +13,9 @@ from tolerances import assert_close
 from torch import Tensor, nn
 
 import smcp_fx
+from smcp_fx.config import MethodConfig
 from smcp_fx.errors import InputError
-from smcp_fx.tracing.carried import plain_attributes
+from smcp_fx.interface.carried import plain_attributes
 
 
 class Mine(nn.Module):
@@ -65,7 +66,7 @@ class Parted(Numbered):
 def halved(model: nn.Module, x: Tensor, **options: Any) -> smcp_fx.PreparedModel:
     """Prepared, with masks that keep about half of each group, and those that were the whole at first."""
     torch.manual_seed(0)
-    prepared = smcp_fx.prepare(randomise(model), x, config=smcp_fx.PruningConfig(multiple=1, **options))
+    prepared = smcp_fx.prepare(randomise(model), x, config=MethodConfig(multiple=1, **options))
     masks = {name: torch.rand(mask.shape) < 0.5 for name, mask in prepared.masks.items()}
     free = {g.name for g in prepared.channels.groups if g.free}
     for mask in masks.values():

@@ -14,11 +14,12 @@ from tolerances import assert_close
 from torch import Tensor, nn
 
 import smcp_fx
+from smcp_fx.config import MethodConfig
 from smcp_fx.errors import CheckpointError, InputError
-from smcp_fx.tracing.masking import META
+from smcp_fx.masking.masks import META
 
 IMAGE = torch.randn(2, 3, 8, 8, generator=torch.Generator().manual_seed(1))
-ONE = smcp_fx.PruningConfig(multiple=1, batch_norm_scaling=True)
+ONE = MethodConfig(multiple=1, batch_norm_scaling=True)
 
 
 def residual() -> nn.Module:
@@ -260,7 +261,7 @@ def test_prepare_refuses_what_does_not_fit(options: dict[str, Any], message: str
     before = state_of(model) if isinstance(model, nn.Module) else {}
 
     def attempt() -> None:
-        smcp_fx.prepare(**options, config=smcp_fx.PruningConfig(**config))
+        smcp_fx.prepare(**options, config=MethodConfig(**config))
 
     with pytest.raises(InputError, match=message):
         attempt()
@@ -345,7 +346,7 @@ def test_the_converted_model_is_plain_and_trains() -> None:
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
 def test_models_of_other_types(dtype: torch.dtype) -> None:
     model, x = chain(8, 8).to(dtype).eval(), IMAGE.to(dtype)
-    prepared = smcp_fx.prepare(model, x, config=smcp_fx.PruningConfig(multiple=1, batch_norm_scaling=True))
+    prepared = smcp_fx.prepare(model, x, config=MethodConfig(multiple=1, batch_norm_scaling=True))
     prepared.set_masks(random_masks(prepared, 0))
     assert run(prepared, (x,)).dtype == dtype
     assert run(smcp_fx.convert(prepared), (x,)).dtype == dtype
@@ -353,9 +354,7 @@ def test_models_of_other_types(dtype: torch.dtype) -> None:
 
 def test_the_memory_format_is_kept() -> None:
     model = chain(8, 8).to(memory_format=torch.channels_last).eval()
-    prepared = smcp_fx.prepare(
-        model, IMAGE, config=smcp_fx.PruningConfig(multiple=1, batch_norm_scaling=True)
-    )
+    prepared = smcp_fx.prepare(model, IMAGE, config=MethodConfig(multiple=1, batch_norm_scaling=True))
     prepared.set_masks({"0.0": torch.arange(8) < 5})
     weight = smcp_fx.convert(prepared).get_parameter("1.0.weight")
     assert weight.is_contiguous(memory_format=torch.channels_last)

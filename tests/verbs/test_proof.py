@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 import smcp_fx
 from smcp_fx import outcomes, proof
+from smcp_fx.config import MethodConfig
 from smcp_fx.errors import PassError, TraceError
 
 CONFIG = smcp_fx.PruningConfig(multiple=1)
@@ -101,7 +102,7 @@ def test_what_folding_rounds_is_no_fault(
     python: bool, gradient: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Scaled weights are rounded once, where they are folded: in double precision that is no longer small."""
-    config = smcp_fx.PruningConfig(multiple=1, batch_norm_scaling=True, gamma_gradient=gradient)
+    config = MethodConfig(multiple=1, batch_norm_scaling=True, gamma_gradient=gradient)
     prepared = smcp_fx.prepare(randomise(Blocks(python)), IMAGE, config=config)
     assert bool(prepared.regions) is python
     prepared.set_masks(random_masks(prepared, 1))

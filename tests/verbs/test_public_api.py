@@ -2,52 +2,53 @@
 
 from __future__ import annotations
 
+import importlib
 import inspect
 import json
+import pickle
 import subprocess
 import sys
+from dataclasses import fields
 from importlib.metadata import version
 
 import pytest
 
 import smcp_fx
 from smcp_fx import errors
+from smcp_fx.config import Method, MethodConfig
 
 NAMES = [
-    "Allocation",
-    "ChannelGraph",
-    "KnapsackSolution",
+    "BackendError",
+    "CheckpointError",
+    "InfeasibleBudgetError",
+    "InputError",
     "LatencyCost",
     "LatencyTable",
-    "NetworkCost",
     "PreparedModel",
     "PruningConfig",
-    "RepairReport",
     "Schedule",
     "SmcpError",
     "TableError",
     "Teacher",
+    "TraceError",
+    "TrainingError",
     "TrainingWarning",
-    "allocate",
     "carry_optimizer",
     "compress",
     "convert",
     "export_onnx",
     "from_onnx",
-    "gather_halfway",
     "gather_importance",
     "get_backend",
     "load",
     "load_checkpoint",
     "observers",
     "prepare",
-    "read_metadata",
     "recalibrate",
     "repair",
     "resize",
     "save",
     "save_checkpoint",
-    "solve_knapsack",
 ]
 
 HEAVY = ["onnx", "onnxscript", "onnxruntime", "tensorrt", "matplotlib", "torchvision", "networkx"]
@@ -79,6 +80,28 @@ def test_what_dir_tells_is_public() -> None:
     assert smcp_fx.integrations.lightning.PruningCallback
     with pytest.raises(AttributeError, match="no attribute 'Tensors'"):
         smcp_fx.Tensors  # noqa: B018
+
+
+def test_moved_names_work_with_a_warning() -> None:
+    """For one release: each says where it is now, and is the same object there."""
+    assert len(smcp_fx._MOVED) == 9 and not set(smcp_fx._MOVED) & set(NAMES)
+    for name, home in smcp_fx._MOVED.items():
+        with pytest.warns(DeprecationWarning, match=f"{name} is now {home}.{name}"):
+            found = getattr(smcp_fx, name)
+        assert found is getattr(importlib.import_module(home), name)
+
+
+def test_options_of_the_method_still_work_in_the_config_with_a_warning() -> None:
+    """The five options of every user are the config's fields; what a method's option makes is equal in both."""
+    users = ["multiple", "exclude", "widths", "layer_pruning", "layer_pruning_in"]
+    assert [entry.name for entry in fields(smcp_fx.PruningConfig)] == users
+    assert len(fields(MethodConfig)) == 15
+    for name in Method.__annotations__:
+        value = getattr(smcp_fx.PruningConfig(), name)
+        assert value == getattr(MethodConfig(), name) == getattr(Method, name)
+        with pytest.warns(DeprecationWarning, match="MethodConfig"):
+            old = smcp_fx.PruningConfig(multiple=4, **{name: value})
+        assert old == MethodConfig(multiple=4, **{name: value}) and pickle.loads(pickle.dumps(old)) == old
 
 
 def test_every_error_is_of_the_family() -> None:

@@ -14,6 +14,7 @@ from torchvision.models.video.mvit import MSBlockConfig, MViT
 from torchvision.models.video.swin_transformer import SwinTransformer3d
 
 import smcp_fx
+from smcp_fx.config import MethodConfig
 
 
 def narrow_vgg11_bn(weights: None = None) -> nn.Module:
@@ -89,9 +90,7 @@ def test_slicing_is_exact(
     # In float64: some of these amplify float32's rounding beyond its tolerance on some processors.
     model = randomise(build(weights=None, **options)).double().eval()
     inputs = (torch.randn(2, 3, side, side, dtype=torch.float64),)
-    prepared = smcp_fx.prepare(
-        model, inputs, config=smcp_fx.PruningConfig(multiple=1, batch_norm_scaling=True)
-    )
+    prepared = smcp_fx.prepare(model, inputs, config=MethodConfig(multiple=1, batch_norm_scaling=True))
     assert prepared.channels.free_share == pytest.approx(free, abs=5e-4)
     assert_close(run(prepared, inputs), run(model, inputs), "identity", "all channels kept")
     prepared.set_masks(random_masks(prepared, 0, 0.6))

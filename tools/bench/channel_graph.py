@@ -150,11 +150,10 @@ def our_prune(model: Any, inputs: Any) -> tuple[dict[str, Any], Any]:
     import torch
 
     import smcp_fx
+    from smcp_fx.config import MethodConfig
 
     started = time.perf_counter()
-    prepared = smcp_fx.prepare(
-        model, inputs, config=smcp_fx.PruningConfig(multiple=1, batch_norm_scaling=True)
-    )
+    prepared = smcp_fx.prepare(model, inputs, config=MethodConfig(multiple=1, batch_norm_scaling=True))
     prepare_s = time.perf_counter() - started
     masks = {}
     for group in prepared.channels.groups:

@@ -3,8 +3,9 @@
     python tools/bench/stability.py --seeds 5 --out stability.jsonl
     python tools/bench/stability.py --show stability.jsonl
 
-For every run: the share of units whose mask changes at each solve after the ramp (median, worst), cost over target
-and importance kept over its bound at every solve, and test accuracy when pruning stops and after the cooldown.
+Run it where the selection of masks or a default of `MethodConfig` changes: the table in docs/explanations/method.md
+is its. For every run: the share of units whose mask changes at each solve after the ramp (median, worst), cost over
+target and importance kept over its bound at every solve, and test accuracy when pruning stops and after the cooldown.
 The record has one JSON line a run, and a run that it holds already is not repeated.
 """
 
@@ -27,20 +28,21 @@ from torch import nn
 from torchvision.models.resnet import Bottleneck, ResNet
 
 import smcp_fx
+from smcp_fx.config import MethodConfig
 
 BATCH = 64
 #: The settings that are compared; each changes only what it names.
 VARIANTS = {
     "default": smcp_fx.PruningConfig(),
-    "width exponent 0": smcp_fx.PruningConfig(width_exponent=0.0),
-    "width exponent 0.5": smcp_fx.PruningConfig(width_exponent=0.5),
-    "batch-norm scaling": smcp_fx.PruningConfig(batch_norm_scaling=True),
-    "memory 0.98": smcp_fx.PruningConfig(memory=0.98),
-    "no tolerance": smcp_fx.PruningConfig(tolerance=0.0),
-    "no memory": smcp_fx.PruningConfig(memory=0.0),
-    "permanent masks": smcp_fx.PruningConfig(mask="permanent"),
-    "exact allocation only": smcp_fx.PruningConfig(width_exponent=0.0, memory=0.0, tolerance=0.0),
-    "as published": smcp_fx.PruningConfig(
+    "width exponent 0": MethodConfig(width_exponent=0.0),
+    "width exponent 0.5": MethodConfig(width_exponent=0.5),
+    "batch-norm scaling": MethodConfig(batch_norm_scaling=True),
+    "memory 0.98": MethodConfig(memory=0.98),
+    "no tolerance": MethodConfig(tolerance=0.0),
+    "no memory": MethodConfig(memory=0.0),
+    "permanent masks": MethodConfig(mask="permanent"),
+    "exact allocation only": MethodConfig(width_exponent=0.0, memory=0.0, tolerance=0.0),
+    "as published": MethodConfig(
         width_exponent=0.0,
         memory=0.0,
         tolerance=0.0,

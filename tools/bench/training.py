@@ -31,6 +31,7 @@ import torchvision
 from torch import nn
 
 import smcp_fx
+from smcp_fx.config import MethodConfig
 
 VARIANTS = {
     "plain": "the model as it is",
@@ -50,7 +51,7 @@ def build(options: argparse.Namespace, name: str) -> tuple[nn.Module, Any]:
     model = model.train().to(options.device, memory_format=layout)
     if name == "plain":
         return model, None
-    config = smcp_fx.PruningConfig(batch_norm_scaling=name == "scales")
+    config = MethodConfig(batch_norm_scaling=name == "scales")
     prepared = smcp_fx.prepare(model, images(options)[:2], target=0.5, config=config)
     free = [g for g in prepared.channels.groups if g.free]
     prepared.set_masks({g.name: torch.arange(g.size) < max(8, g.size // 2) for g in free})

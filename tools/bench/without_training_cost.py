@@ -19,6 +19,7 @@ import torchvision
 from records import Record
 
 import smcp_fx
+from smcp_fx.calibration import gather_halfway
 
 
 def main() -> None:
@@ -55,7 +56,7 @@ def main() -> None:
     with timed("gather_importance"):
         smcp_fx.gather_importance(prepared, batches, outputs="classes")
     with timed("gather_halfway"):
-        smcp_fx.gather_halfway(prepared, batches, outputs="classes")
+        gather_halfway(prepared, batches, outputs="classes")
     with timed("solve"):
         prepared.pruner.solve()
     with timed("convert"):

@@ -18,6 +18,7 @@ from pretrained.torch_pruning_path import Step, torch_pruning
 from torch import Tensor, nn
 
 import smcp_fx
+from smcp_fx.calibration import gather_halfway
 
 _BATCH, _MULTIPLE = 64, 8
 
@@ -66,7 +67,7 @@ class Setting:
             pruner = prepared.pruner
             smallest = (1 + 1e-6) * pruner.smallest_cost()
             pruner.target = max(self.target * pruner.full_cost, smallest)
-            smcp_fx.gather_halfway(prepared, self.batches, self._loss, outputs=self._kinds)
+            gather_halfway(prepared, self.batches, self._loss, outputs=self._kinds)
             self._halfway[key] = prepared
         return self._halfway[key]
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import operator
 import re
 from collections.abc import Callable, Sequence
@@ -14,13 +13,13 @@ from torch.fx.node import map_aggregate
 from torch.utils import _pytree as pytree
 
 from smcp_fx.backends.onnx.importing.call import Call
-from smcp_fx.backends.onnx.importing.file import MOST_ELEMENTS, OnnxFile
+from smcp_fx.backends.onnx.importing.file import OnnxFile
 from smcp_fx.backends.onnx.importing.interface import Shapes
 from smcp_fx.backends.onnx.importing.sizes import Size, SizeArray
 from smcp_fx.errors import InputError
 
-#: Most elements that are computed while a file is read, of constants: 1 GiB of float32.
-_MOST_CONSTANT = 2**28
+#: Most elements of a value that is computed, and of all constants that are: 1 and 4 GiB of float32.
+_MOST_VALUE, _MOST_CONSTANTS = 2**28, 2**30
 
 
 class SizesError(InputError):
@@ -44,6 +43,7 @@ class Builder:
         self._named: dict[int, tuple[str, Tensor]] = {}  # constants that the file names
         self._placed: dict[int, fx.Node] = {}  # constants that the graph reads
         self._paths: set[str] = set()
+        self._computed = 0
         for index, port in enumerate(file.interface.inputs):
             node = self.graph.placeholder(identifier(port.name))
             at = tuple(torch.empty(shape[index], dtype=port.dtype, device="meta") for shape in shapes)
@@ -230,7 +230,7 @@ class Builder:
 
     def _varies(self, given: Any) -> bool:
         found = []
-        map_all(given, lambda leaf: found.append(leaf) if isinstance(leaf, (fx.Node, Size)) else None)
+        map_aggregate(given, lambda leaf: found.append(leaf) if isinstance(leaf, (fx.Node, Size)) else None)
         return bool(found)
 
     def _at(self, function: Callable[..., Any], given: Any, which: int) -> Any:
@@ -241,7 +241,7 @@ class Builder:
                 return leaf.at[which]
             return leaf.to("meta") if isinstance(leaf, Tensor) else leaf
 
-        args, kwargs = map_all(given, example)
+        args, kwargs = map_aggregate(given, example)
         try:
             with torch.device("meta"), torch.no_grad():
                 found = function(*args, **kwargs)
@@ -251,25 +251,31 @@ class Builder:
             told = [tuple(leaf.shape) for leaf in pytree.tree_leaves(args) if isinstance(leaf, Tensor)]
             first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
             raise SizesError(f"values of sizes {told} do not go through it: {first}") from error
-        self._check_size(found, MOST_ELEMENTS)
+        self._check_size(found)
         return found
 
-    def _check_size(self, found: Any, most: int) -> None:
+    def _check_size(self, found: Any) -> None:
         for leaf in pytree.tree_leaves(found):
-            if isinstance(leaf, Tensor) and leaf.numel() > most:
-                raise SizesError(f"it makes a value of sizes {tuple(leaf.shape)}: more than {most} elements")
+            if isinstance(leaf, Tensor) and leaf.numel() > _MOST_VALUE:
+                raise SizesError(
+                    f"it makes a value of sizes {tuple(leaf.shape)}: more than {_MOST_VALUE} elements"
+                )
 
     def _folded(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         try:
-            self._check_size(self._at(function, (args, kwargs), 0), _MOST_CONSTANT)
+            self._at(function, (args, kwargs), 0)
         except SizesError as error:
             if "elements" in str(error):
                 raise
         try:
             with torch.no_grad():
-                return function(*args, **kwargs)
+                found = function(*args, **kwargs)
         except Exception as error:
             raise InputError(f"constants do not go through it: {error}") from error
+        self._computed += sum(v.numel() for v in pytree.tree_leaves(found) if isinstance(v, Tensor))
+        if self._computed > _MOST_CONSTANTS:
+            raise SizesError(f"constants of more than {_MOST_CONSTANTS} elements are computed")
+        return found
 
     def _added(self, op: str, target: Any, given: Any, at: Sequence[Any]) -> fx.Node:
         def argument(leaf: Any) -> Any:
@@ -277,20 +283,10 @@ class Builder:
                 return leaf.node
             return self.placed(leaf) if isinstance(leaf, Tensor) else leaf
 
-        args, kwargs = map_all(given, argument)
+        args, kwargs = map_aggregate(given, argument)
         node = self.graph.create_node(op, target, args, kwargs)
         self.examples[node] = (at[0], at[1])
         return node
-
-
-def map_all(given: Any, function: Callable[[Any], Any]) -> Any:
-    """Apply a function to all leaves of nested tuples, lists, dicts and slices."""
-    return map_aggregate(given, function)
-
-
-def elements(shape: Sequence[int]) -> int:
-    """Return how many elements a shape has."""
-    return math.prod(shape)
 
 
 def identifier(name: str) -> str:

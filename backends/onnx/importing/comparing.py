@@ -83,7 +83,7 @@ def _feed(file: OnnxFile, given: tuple[Tensor, ...]) -> dict[str, Array]:
 def _differs(file: OnnxFile, found: Array, expected: Array, rounding: float = 0.0) -> bool:
     if found.shape != expected.shape:
         return True
-    kind = "float16" if file.half else str(expected.dtype)
+    kind = "float16" if file.interface.half else str(expected.dtype)
     allowed = max(TOLERANCES.get(kind, 0.0), _ROUNDINGS * rounding)
     relative, absolute, *_ = largest_difference(found, expected)
     return not (relative <= allowed or absolute <= ROUNDED.get(kind, 0.0))

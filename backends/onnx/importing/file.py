@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -20,10 +20,12 @@ from smcp_fx.errors import InputError
 
 #: protobuf reads no message that is longer.
 _LARGEST_FILE = 2**31 - 1
-#: Most elements of one tensor, read or computed: 8 GiB of float32.
-MOST_ELEMENTS = 2**31
+#: Most elements of one tensor: 8 GiB of float32.
+_MOST_ELEMENTS = 2**31
 #: ai.onnx has had these shapes of operators since then.
 _OLDEST_OPSET = 7
+#: Most nodes that functions may make, and how deep they may call each other.
+_MOST_NODES, _DEEPEST = 10**6, 64
 _QUANTISED = frozenset(
     "QuantizeLinear DequantizeLinear DynamicQuantizeLinear ConvInteger MatMulInteger QLinearConv QLinearMatMul "
     "DynamicQuantizeLSTM DynamicQuantizeMatMul MatMulIntegerToFloat QAttention QGemm QLinearAdd MatMulNBits".split()
@@ -53,13 +55,6 @@ class OnnxFile:
         """Names, types and axes of inputs and outputs, and the metadata."""
         return interface_of(self.path, self.model)
 
-    @cached_property
-    def half(self) -> bool:
-        """Are there values in half precision?"""
-        kinds = {tensor.data_type for tensor in self.graph.initializer}
-        kinds |= {port.kind for port in (*self.interface.inputs, *self.interface.outputs)}
-        return bool(kinds & {TensorProto.FLOAT16, TensorProto.BFLOAT16})
-
     def refused(self, why: str) -> InputError:
         """The error for a file that cannot be used."""
         return InputError(f"{self.path}: {why}")
@@ -73,7 +68,7 @@ class OnnxFile:
             )
             raise self.refused(f"tensor {proto.name!r} is of type {name}, which cannot be imported")
         count = math.prod(proto.dims)
-        if any(size < 0 for size in proto.dims) or count > MOST_ELEMENTS:
+        if any(size < 0 for size in proto.dims) or count > _MOST_ELEMENTS:
             raise self.refused(f"tensor {proto.name!r} is said to be of sizes {list(proto.dims)}")
         try:
             array = self._external(proto, count) if proto.external_data else numpy_helper.to_array(proto)
@@ -85,11 +80,11 @@ class OnnxFile:
             array = array.astype(np.float32)
         return torch.tensor(array).to(kind)
 
-    def _external(self, proto: TensorProto, count: int) -> np.ndarray[Any, Any]:
-        """Read a tensor of a file beside this one, and of no other folder."""
+    def beside(self, proto: TensorProto) -> Path:
+        """Return the file that a tensor lies in, beside this one; `InputError` where that is elsewhere or missing."""
         told = {entry.key: entry.value for entry in proto.external_data}
-        location, folder = told.get("location", ""), self.path.parent.resolve()
-        data = folder / location
+        location, folder = str(told.get("location", "")), self.path.parent.resolve()
+        data: Path = folder / location
         if not location or Path(location).is_absolute() or not data.resolve().is_relative_to(folder):
             raise self.refused(
                 f"tensor {proto.name!r} is to be read from {location!r}, outside the file's folder: put the data "
@@ -97,11 +92,19 @@ class OnnxFile:
             )
         if not data.is_file():
             raise self.refused(f"its weights {location!r} are not beside it: both files are needed")
+        return data
+
+    def _external(self, proto: TensorProto, count: int) -> np.ndarray[Any, Any]:
+        """Read a tensor of another file."""
+        told, data = {entry.key: entry.value for entry in proto.external_data}, self.beside(proto)
         kind = np.dtype(onnx.helper.tensor_dtype_to_np_dtype(proto.data_type))
-        offset, length = int(told.get("offset", 0)), int(told.get("length", count * kind.itemsize))
+        offset, length = (
+            int(text) if (text := told.get(key, str(default))).isdecimal() else -1
+            for key, default in (("offset", 0), ("length", count * kind.itemsize))
+        )
         if offset < 0 or length != count * kind.itemsize or offset + length > data.stat().st_size:
             raise self.refused(
-                f"tensor {proto.name!r} of sizes {list(proto.dims)} does not fit {location!r} at {offset}: the data "
+                f"tensor {proto.name!r} of sizes {list(proto.dims)} does not fit {data.name!r} at {offset}: the data "
                 "is cut off, or of another file"
             )
         return np.fromfile(data, kind, count, offset=offset).reshape(tuple(proto.dims))
@@ -124,18 +127,23 @@ def read_onnx(path: Path | str) -> OnnxFile:
     if not model.graph.node or not any(entry.domain in _DOMAINS for entry in model.opset_import):
         raise file.refused("it holds no network")
     if model.functions:
+        if _inlined(model) > _MOST_NODES:
+            raise file.refused(f"its functions call each other, or make more than {_MOST_NODES} nodes")
         try:
             file = OnnxFile(path, inliner.inline_local_functions(model))
         except Exception as error:
             raise file.refused(f"its functions cannot be inlined: {error}") from error
     _check_operators(file)
+    for tensor in _tensors(file.graph):
+        if tensor.external_data:
+            file.beside(tensor)  # ONNX Runtime opens those that nothing here reads, too
     if file.opset < _OLDEST_OPSET:
         raise file.refused(f"opset {file.opset} is too old: export it again, in {_OLDEST_OPSET} or later")
     return file
 
 
 def _check_operators(file: OnnxFile) -> None:
-    kinds = {(node.domain, node.op_type) for node in _nodes(file.graph)}
+    kinds = {(node.domain, node.op_type) for node in _nodes(file.graph.node)}
     quantised = sorted(kind for _, kind in kinds if kind in _QUANTISED)
     if quantised:
         raise file.refused(
@@ -150,12 +158,42 @@ def _check_operators(file: OnnxFile) -> None:
         )
 
 
-def _nodes(graph: onnx.GraphProto) -> Iterator[onnx.NodeProto]:
-    for node in graph.node:
+def _inlined(model: onnx.ModelProto) -> int:
+    """Return how many nodes the main graph has with functions' nodes in their places, or more than are allowed."""
+    bodies = {(function.domain, function.name): function.node for function in model.functions}
+    counts: dict[tuple[str, str], int] = {}
+
+    def count(nodes: Iterable[onnx.NodeProto], depth: int) -> int:
+        total = 0
+        for node in _nodes(nodes):
+            kind = (node.domain, node.op_type)
+            if kind in bodies and kind not in counts:
+                if depth > _DEEPEST:
+                    return _MOST_NODES + 1
+                counts[kind] = count(bodies[kind], depth + 1)
+            total += counts.get(kind, 1)
+        return min(total, _MOST_NODES + 1)
+
+    return count(model.graph.node, 0)
+
+
+def _nodes(nodes: Iterable[onnx.NodeProto]) -> Iterator[onnx.NodeProto]:
+    """Yield nodes, and those of the graphs inside them."""
+    for node in nodes:
         yield node
         for attribute in node.attribute:
             for inner in (attribute.g, *attribute.graphs) if attribute.HasField("g") else attribute.graphs:
-                yield from _nodes(inner)
+                yield from _nodes(inner.node)
+
+
+def _tensors(graph: onnx.GraphProto) -> Iterator[TensorProto]:
+    """Yield all tensors of a graph, of its nodes, and of the graphs in these."""
+    yield from graph.initializer
+    for node in graph.node:
+        for attribute in node.attribute:
+            yield from (attribute.t, *attribute.tensors)
+            for inner in (attribute.g, *attribute.graphs):
+                yield from _tensors(inner)
 
 
 _KINDS = frozenset(TensorProto.DataType.values())

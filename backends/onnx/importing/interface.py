@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import itertools
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -52,24 +54,41 @@ class Port:
         return DTYPES[self.kind]
 
     @property
-    def half(self) -> bool:
-        """Is it in half precision in the file?"""
-        return self.kind in (TensorProto.FLOAT16, TensorProto.BFLOAT16)
-
-    @property
     def open_axes(self) -> dict[int, str]:
         """Axis: its name, of those that are open."""
         return {axis: size for axis, size in enumerate(self.sizes) if isinstance(size, str)}
 
+    def _batch(self) -> int:
+        return _BATCHES[0] if 0 in self.open_axes else int(self.sizes[0])
+
+    def shape_of(self, given: Sequence[int]) -> tuple[int, ...]:
+        """Return the shape with sizes given as for `Interface.shapes_of`; `InputError` if they are not the file's."""
+        rest = [axis for axis in self.open_axes if axis]
+        shape: tuple[int, ...] = tuple(given)
+        if len(given) == len(self.sizes) - 1:
+            shape = (self._batch(), *given)
+        elif rest and len(given) < len(self.sizes) and len(given) in (1, len(rest)):
+            filled = dict(zip(rest, itertools.cycle(given), strict=False)) | {0: self._batch()}
+            shape = tuple(filled[a] if a in filled else int(size) for a, size in enumerate(self.sizes))
+        fits = len(shape) == len(self.sizes) and all(
+            size > 0 and (isinstance(own, str) or own == size)
+            for own, size in zip(self.sizes, shape, strict=True)
+        )
+        if not fits:
+            raise InputError(
+                f"sizes {'x'.join(map(str, given))} do not fit input {self.name!r}, in the file {list(self.sizes)}"
+            )
+        return shape
+
 
 @dataclass(frozen=True)
 class Interface:
-    """The inputs, outputs, metadata and opset of a file."""
+    """The inputs, outputs and metadata of a file; ``half``: there are values in half precision."""
 
     inputs: tuple[Port, ...]
     outputs: tuple[Port, ...]
     metadata: Mapping[str, str]
-    opset: int
+    half: bool = False
 
     def pairs_of_shapes(self) -> Iterator[tuple[Shapes, Shapes]]:
         """Yield shapes of all inputs at two sizes, the likeliest first; one pair where nothing is open."""
@@ -109,6 +128,23 @@ class Interface:
                 )
             yield shapes, tuple(other)
 
+    def shapes_of(self, text: str) -> Shapes:
+        """Return the shapes of all inputs that a text stands for, an input's sizes after the other's, with commas.
+
+        "3x48x320" leaves the batch out, "320" is the size of all other open axes, "48x320" of one after the other.
+        Raises `InputError` for sizes that are not the file's.
+        """
+        parts = text.replace(" ", "").lower().split(",")
+        told = ", ".join(f"{port.name} {list(port.sizes)}" for port in self.inputs)
+        if len(parts) != len(self.inputs) or not all(re.fullmatch(r"\d+(x\d+)*", part) for part in parts):
+            raise InputError(
+                f"sizes {text!r}: give those of {told} without the batch, as 3x48x320; of several inputs with commas"
+            )
+        return tuple(
+            port.shape_of([int(size) for size in part.split("x")])
+            for port, part in zip(self.inputs, parts, strict=True)
+        )
+
     def random_inputs(self, shapes: Shapes, seed: int = 0) -> tuple[Tensor, ...]:
         """Return inputs of these shapes: normally distributed; integers are zeros and ones."""
         generator = torch.Generator().manual_seed(seed)
@@ -139,8 +175,10 @@ def interface_of(path: Path, model: onnx.ModelProto) -> Interface:
     outputs = tuple(_port(path, v) for v in model.graph.output)
     if not inputs or not outputs:
         raise InputError(f"{path}: the network has no {'outputs' if inputs else 'inputs'}")
-    opset = max(entry.version for entry in model.opset_import if entry.domain in ("", "ai.onnx"))
-    return Interface(inputs, outputs, {p.key: p.value for p in model.metadata_props}, opset)
+    kinds = {tensor.data_type for tensor in model.graph.initializer}
+    kinds |= {port.kind for port in (*inputs, *outputs)}
+    half = bool(kinds & {TensorProto.FLOAT16, TensorProto.BFLOAT16})
+    return Interface(inputs, outputs, {p.key: p.value for p in model.metadata_props}, half)
 
 
 def _port(path: Path, value: onnx.ValueInfoProto) -> Port:

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor, fx
 
 from smcp_fx.backends.onnx.importing.building import SizesError
@@ -26,16 +27,21 @@ Examples = Tensor | Sequence[Tensor] | Mapping[str, Tensor] | None
 def from_onnx(path: Path | str, example_inputs: Examples = None) -> fx.GraphModule:
     """Return an ONNX file as a graph module of torch.nn modules; as `smcp_fx.from_onnx`."""
     file = read_onnx(path)
-    given = None if example_inputs is None else _as_tuple(file.interface, example_inputs)
+    return imported(file, None if example_inputs is None else _as_tuple(file.interface, example_inputs))
+
+
+def imported(file: OnnxFile, given: tuple[Tensor, ...] | None = None) -> fx.GraphModule:
+    """Return a file's network, compared in ONNX Runtime; ``given``: inputs that it takes."""
     module, shapes = _built(file, given)
     inputs = [file.interface.random_inputs(sizes, seed) for seed, sizes in enumerate(dict.fromkeys(shapes))]
     if given is not None:
         inputs[0] = given
     compare(file, module, inputs)
-    larger = _with_open_batch(file, inputs[0])
-    module = larger or module
+    example = inputs[0]
+    if larger := _with_open_batch(file, example):
+        module, example = larger, tuple(torch.cat([tensor, tensor]) for tensor in example)
     module.meta[INTERFACE] = file.interface
-    module.__dict__["example_input_array"] = inputs[0]
+    module.__dict__["example_input_array"] = example
     return module
 
 
@@ -103,12 +109,3 @@ def _as_tuple(interface: Interface, given: Any) -> tuple[Tensor, ...]:
                 f"{list(tensor.shape)}"
             )
     return tuple(tensor.to(port.dtype) for port, tensor in zip(interface.inputs, inputs, strict=True))
-
-
-def inputs_of(path: Path | str, shapes: Sequence[Sequence[int]]) -> tuple[Tensor, ...]:
-    """Return random inputs of these sizes, given without the batch; `InputError` where they are not the file's."""
-    interface = read_onnx(path).interface
-    if len(shapes) != len(interface.inputs) or any(min(shape, default=1) < 1 for shape in shapes):
-        raise InputError(f"{path} has {len(interface.inputs)} inputs; sizes of {len(shapes)} are given")
-    batches = [2 if 0 in port.open_axes else 1 for port in interface.inputs]
-    return interface.random_inputs(tuple((n, *shape) for n, shape in zip(batches, shapes, strict=True)))

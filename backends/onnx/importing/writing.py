@@ -1,34 +1,106 @@
-"""A pruned file as its users know it: the names, axes and metadata of the file that it comes from."""
+"""Files like the one that a run began with: its names, types, open axes and metadata."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 import onnx
+import torch
+from torch import Tensor, nn
 
-from smcp_fx.backends.onnx.export import write_model
+from smcp_fx.backends.onnx.axes import Axes
+from smcp_fx.backends.onnx.checking import eval_mode
+from smcp_fx.backends.onnx.export import in_precision, write_checked, write_model
 from smcp_fx.backends.onnx.importing.interface import Interface
 from smcp_fx.backends.onnx.naming import name_values
+from smcp_fx.errors import BackendError
 
 
-def take_over(path: Path, interface: Interface) -> tuple[str, ...]:
-    """Give an exported file the interface's names and metadata; return the open axes that it has no more.
+class Writer:
+    """Writes networks like the file of an ``interface``.
 
-    The file's own entries of metadata stay beside them.
+    ``closed``: axes that are open in the file, and fixed in those written, as the network cannot be written with them
+    open. The first file that is written decides.
     """
-    model = onnx.load(path)
-    name_values(model, [port.name for port in interface.inputs], [port.name for port in interface.outputs])
-    own = {entry.key for entry in model.metadata_props}
-    for key, value in interface.metadata.items():
-        if key not in own:
-            model.metadata_props.add(key=key, value=value)
-    closed = []
-    for port, value in zip(interface.inputs, model.graph.input, strict=True):
-        for axis, name in port.open_axes.items():
-            dim = value.type.tensor_type.shape.dim[axis]
-            if dim.HasField("dim_param"):
-                dim.dim_param = name
+
+    def __init__(self, interface: Interface) -> None:
+        self.interface = interface
+        self.closed: tuple[str, ...] = ()
+        self._axes: Axes | None = None
+
+    def write(
+        self, module: nn.Module, inputs: tuple[Tensor, ...], path: Path, opset: int | None, half: bool = True
+    ) -> Path:
+        """Write and check a file; ``half``: in half precision where the file is. Raises `BackendError`."""
+        if half and self.interface.half and _runs_in_half(module, inputs):
+            module, inputs = in_precision(module, inputs, "fp16")
+        every = _choices(self.interface) if self._axes is None else [self._axes]
+        for axes in every:
+            try:
+                write_checked(module, inputs, path, axes, opset, self.name)
+            except BackendError:
+                if axes is every[-1]:
+                    raise
+                continue
+            self._axes = axes
+            self.closed = tuple(
+                f"axis {axis} of {port.name}"
+                for port, own in zip(self.interface.inputs, axes, strict=True)
+                for axis in port.open_axes
+                if axis not in own
+            )
+            break
+        self._cast(path)
+        return path
+
+    def name(self, proto: onnx.ModelProto) -> None:
+        """Give a model the file's names of inputs and outputs, and its metadata."""
+        interface = self.interface
+        name_values(proto, [p.name for p in interface.inputs], [p.name for p in interface.outputs])
+        for key, value in {"producer": "smcp_fx", **interface.metadata}.items():
+            proto.metadata_props.add(key=key, value=value)
+
+    def _cast(self, path: Path) -> None:
+        """Give inputs and outputs the file's types, by casts."""
+        model = onnx.load(path)
+        graph, changed = model.graph, False
+        pairs = (*zip(self.interface.inputs, graph.input, strict=True),
+                 *zip(self.interface.outputs, graph.output, strict=True))  # fmt: skip
+        for place, (port, value) in enumerate(pairs):
+            kind = value.type.tensor_type.elem_type
+            if kind == port.kind:
+                continue
+            changed, inner = True, f"{port.name}_as_computed"
+            for node in graph.node:
+                node.input[:] = [inner if name == port.name else name for name in node.input]
+                node.output[:] = [inner if name == port.name else name for name in node.output]
+            value.type.tensor_type.elem_type = port.kind
+            if place < len(graph.input):
+                graph.node.insert(0, onnx.helper.make_node("Cast", [port.name], [inner], to=kind))
             else:
-                closed.append(f"axis {axis} of {port.name}")
-    write_model(model, path)
-    return tuple(closed)
+                graph.node.append(onnx.helper.make_node("Cast", [inner], [port.name], to=port.kind))
+        if changed:
+            write_model(model, path)
+
+
+def _choices(interface: Interface) -> list[Axes]:
+    """Return which axes may stay open, as many as possible first."""
+    every = tuple(port.open_axes for port in interface.inputs)
+    batch: Axes = tuple({a: name for a, name in axes.items() if a == 0} for axes in every)
+    others: Axes = tuple({a: name for a, name in axes.items() if a} for axes in every)
+    found: list[Axes] = []
+    for axes in (every, batch, others, tuple({} for _ in every)):
+        if axes not in found:
+            found.append(axes)
+    return found
+
+
+def _runs_in_half(module: nn.Module, inputs: tuple[Tensor, ...]) -> bool:
+    """Has PyTorch all of the network's operations in half precision on a processor?"""
+    halved, given = in_precision(module, inputs, "fp16")
+    try:
+        with torch.no_grad(), eval_mode(halved):
+            halved(*given)
+    except RuntimeError:  # NotImplementedError, too
+        return False
+    return True

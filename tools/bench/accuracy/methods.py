@@ -19,10 +19,11 @@ from without_training_methods import Found, Setting
 import smcp_fx
 from accuracy.training import TAUGHT, Effort, train
 from accuracy.variants import VARIANTS
+from smcp_fx.config import MethodConfig
 
 #: What a schedule counts as an epoch; the shares of it are what matter.
 _EPOCH = 10
-_PUBLISHED = smcp_fx.PruningConfig(
+_PUBLISHED = MethodConfig(
     width_exponent=0, memory=0, tolerance=0, allocation="paper", batch_norm_scaling=True
 )
 
@@ -81,7 +82,7 @@ METHODS: dict[str, Callable[[Setting, Task, float, Effort], Found]] = {
     "Torch-Pruning": _first("Torch-Pruning"),
     "Torch-Pruning, isomorphic": _first("Torch-Pruning, isomorphic"),
     "soft masks": _masks(smcp_fx.PruningConfig()),
-    "permanent masks": _masks(smcp_fx.PruningConfig(mask="permanent")),
+    "permanent masks": _masks(MethodConfig(mask="permanent")),
     "as published": _masks(_PUBLISHED),
     "narrow, from scratch": _narrow(0),
     "narrow, dense steps as well": _narrow(1),

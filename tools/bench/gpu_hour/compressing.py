@@ -34,7 +34,9 @@ def _compress(session: Session, count: int) -> dict[str, Any]:
     )
     parts.run(
         "gather halfway",
-        lambda: smcp_fx.gather_halfway(prepared, batches, outputs="classes", progress=parts.share),
+        lambda: smcp_fx.calibration.gather_halfway(
+            prepared, batches, outputs="classes", progress=parts.share
+        ),
     )
     parts.run("solve", prepared.pruner.solve)
     smaller = parts.run("convert", lambda: smcp_fx.convert(prepared))

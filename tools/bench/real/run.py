@@ -33,8 +33,8 @@ from without_training_methods import METHODS, WIDTHS, Setting
 
 import smcp_fx
 from real.networks import SUBJECTS, Judged, Subject
-from smcp_fx.calibration.elimination import _STOPS, Elimination, Order, Refit
-from smcp_fx.calibration.gathering import _weigh
+from smcp_fx.calibration.elimination import STOPS, Elimination, Order, Refit
+from smcp_fx.calibration.gathering import weigh
 from smcp_fx.calibration.objective import Objective
 from smcp_fx.calibration.progress import Stretch
 from smcp_fx.calibration.readers import Run, watching
@@ -165,7 +165,7 @@ def worth(prepared: Prepared) -> Iterator[dict[str, Any]]:
     for group, order in orders.items():
         size = order.units.numel()
         for refit in order.refits if order.rises is not None else ():
-            share = min(_STOPS, key=lambda stop: abs(stop - refit.count / size))
+            share = min(STOPS, key=lambda stop: abs(stop - refit.count / size))
             if share in _WORTH_AT:
                 found = [
                     torch.nn.functional.kl_div(
@@ -185,7 +185,7 @@ def weighed(setting: Setting) -> tuple[Elimination, dict[str, Order]]:
     prepared, batches = setting.free, setting.batches
     everything = torch.ones_like(prepared.smcp.keep)
     elimination = Elimination(prepared, trained_graph(prepared), everything, len(batches))
-    return elimination, _weigh(
+    return elimination, weigh(
         elimination, prepared.smcp, batches, Objective(prepared, setting.loss), Stretch(None)
     )
 

@@ -1,0 +1,100 @@
+"""Graphs are called as the model is: with arguments that were traced at their defaults, and without others."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from smcp_fx.errors import AssumptionError, InputError
+from smcp_fx.interface.carried import is_plain
+from smcp_fx.tracing.call_forms import Form, is_default, is_option, parameters_of
+from smcp_fx.tracing.sentences import TAKEN
+
+#: The attribute of a graph that says how it was traced: ``fixed`` {argument: its default}, of those that the example
+#: left out, and ``needed``, the arguments without which there is no trace.
+CALL = "traced_call"
+
+
+def call_of(model: nn.Module, inputs: tuple[Any, ...], forms: tuple[Form, ...]) -> dict[str, Any]:
+    """{`CALL`: what it holds} for a model traced on these inputs and on calls of these forms; {} without any."""
+    parameters = parameters_of(model)
+    named = [p for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
+    spare = {name for form in forms for name in form.names}
+    needed = [
+        parameter.name
+        for parameter, given in zip(parameters, inputs, strict=False)
+        if is_option(parameter.default)
+        and not is_default(given, parameter.default)
+        and parameter.name not in spare
+    ]
+    fixed = {p.name: p.default for p in named[len(inputs) :] if is_plain(p.default)}
+    return {CALL: {"fixed": fixed, "needed": needed}} if fixed or needed else {}
+
+
+class CalledAsTraced(nn.Module):
+    """A graph that takes the arguments of the model's forward, as far as it was traced for them."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """As the model's; raises `AssumptionError` for calls of another kind than the example."""
+        if kwargs or len(args) != self._places() or any(given is None for given in args):
+            args, kwargs = self._as_traced(args, kwargs)
+        try:
+            return super().__call__(*args, **kwargs)
+        except AssertionError as error:
+            if str(error).startswith(TAKEN):
+                raise AssumptionError(str(error)) from None
+            raise
+
+    def _places(self) -> int:
+        return type(self).forward.__code__.co_argcount - 1
+
+    def _as_traced(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The arguments for the graph, without those that it was traced with."""
+        signature = inspect.signature(type(self).forward)
+        own = [*signature.parameters.values()][1:]
+        if any(parameter.kind == parameter.VAR_POSITIONAL for parameter in own):
+            return args, kwargs
+        told = vars(self).get(CALL) or {"fixed": {}, "needed": []}
+        fixed: dict[str, Any] = told["fixed"]
+        count = len(own)
+        rest = dict(zip(fixed, args[count:], strict=False))
+        rest |= {name: value for name, value in kwargs.items() if name in fixed}
+        args = args[:count] + args[count + len(fixed) :]
+        kwargs = {name: value for name, value in kwargs.items() if name not in fixed}
+        for name, value in rest.items():
+            if not _same(value, fixed[name]):
+                called = f"a tensor {name}" if isinstance(value, Tensor) else f"{name}={value!r:.60}"
+                self._refuse(
+                    f"with {name}={fixed[name]!r}, its default, and is called with {called}",
+                    f"an example that has it: prepare(model, {{..., {name!r}: ...}}). Calls without it work, too",
+                )
+        try:
+            bound = signature.bind(self, *args, **kwargs)
+        except TypeError as error:
+            told_of = ", ".join(p.name if p.default is p.empty else f"{p.name}={p.default!r}" for p in own)
+            raise InputError(
+                f"{type(self).__name__} does not take this call: {error}. It was traced as forward({told_of})"
+            ) from None
+        given = bound.arguments
+        for parameter in own:
+            value = given.get(parameter.name, parameter.default)
+            if parameter.name in told["needed"] and is_default(value, parameter.default):
+                self._refuse(f"with {parameter.name}, and is called without it", "an example of such a call")
+        return args, kwargs
+
+    def _refuse(self, what: str, example: str) -> None:
+        raise AssumptionError(
+            f"{type(self).__name__} was traced {what}. Prepare the model with {example}. Or call the class itself: "
+            "convert(prepared, into=model) has its whole forward."
+        )
+
+
+def _same(given: Any, default: Any) -> bool:
+    if isinstance(given, Tensor) or any(isinstance(leaf, Tensor) for leaf in pytree.tree_leaves(given)):
+        return False
+    return given is default or (type(given) is type(default) and bool(given == default))

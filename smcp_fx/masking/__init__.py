@@ -1,0 +1,1 @@
+"""The functions that graphs with masks call."""
