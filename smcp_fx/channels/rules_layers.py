@@ -35,23 +35,20 @@ def convolution(run: Propagation, call: Call) -> Any:
         return _sliding(run, call, labels, varied, weights)
     inputs = channel_labels(run, labels, axis)
     channels, out_channels = inputs.numel(), call.shape[axis]
-    if groups > 1 and (groups == channels or call.node.name in run.turned):
-        rows = inputs.reshape(groups, -1)
-        run.tie(rows, rows[:, :1].expand_as(rows))
-        outputs = renamed(run, call, rows[:, 0].repeat_interleave(out_channels // groups))
-        per_slot = inputs if transposed else outputs
-        first = weight.place(0)
-        if first is None:
-            return run.unknown(call, "a weight that lacks a dimension for its channels")
-        run.slot(weight.name, first, per_slot)
-        kind, in_dim, out_dim, in_slots, out_slots = "depthwise", first, first, inputs, per_slot
-    else:
-        return dense_convolution(run, call, labels, inputs, weights, groups)
+    if groups == 1 or not (groups == channels or call.node.name in run.turned):
+        return dense_convolution(run, call, labels, weights, groups)
+    rows = inputs.reshape(groups, -1)
+    run.tie(rows, rows[:, :1].expand_as(rows))
+    outputs = renamed(run, call, rows[:, 0].repeat_interleave(out_channels // groups))
+    per_slot = inputs if transposed else outputs
+    first = weight.place(0)
+    if first is None:
+        return run.unknown(call, "a weight that lacks a dimension for its channels")
+    run.slot(weight.name, first, per_slot)
     if bias is not None:
         run.slot(bias.name, 0, outputs)
-    slots, channel_pair = (in_slots, out_slots), (inputs, outputs)
-    shape, dims = tuple(labels.shape), (in_dim, out_dim)
-    record(run, call, weight, bias, kind, dims, groups, slots, channel_pair, shape, (axis, axis))
+    sides, shape = ((inputs, per_slot), (inputs, outputs)), tuple(labels.shape)
+    record(run, call, weight, bias, "depthwise", (first, first), groups, *sides, shape, (axis, axis))
     return place(outputs, call.shape, axis)
 
 
@@ -111,43 +108,15 @@ def dense_convolution(
     run: Propagation,
     call: Call,
     labels: Tensor,
-    inputs: Tensor,
     weights: tuple[ParameterRef, ParameterRef | None],
     groups: int,
 ) -> Any:
-    """A convolution that consumes and produces; ``inputs``: its input's channels, which stand before space."""
+    """A convolution that consumes and produces."""
     weight, bias = weights
     if not _is_plain(run, weight, bias):
         return run.unknown(call, _not_plain(run, call, "convolution"))
-    transposed = "transpose" in (call.name or "")
-    axis = labels.dim() - len(weight.shape) + 1
-    places = [weight.place(dim) for dim in ((0, 1) if transposed else (1, 0))]
-    if None in places:
-        return run.unknown(call, "a weight that lacks a dimension for its channels")
-    in_dim, out_dim = (place for place in places if place is not None)
-    known = run.trail.slots.get(weight.name, {}).get(out_dim)
-    if known is None:
-        outputs = run.fresh(call.node.name, call.shape[axis])
-    else:
-        outputs = renamed(run, call, known.repeat(groups) if transposed and groups > 1 else known)
-    inputs = own_inputs(run, call, inputs)
-    in_slots, out_slots = inputs, outputs
-    if groups > 1:
-        rows = inputs.reshape(groups, -1)
-        run.tie(rows, rows[:1].expand_as(rows))
-        run.trail.within[call.node.name] = groups, (inputs, outputs)
-        columns = outputs.reshape(groups, -1)
-        run.tie(columns, columns[:1].expand_as(columns))
-        in_slots = inputs if transposed else rows[0]
-        out_slots = columns[0] if transposed else outputs
-    run.slot(weight.name, in_dim, in_slots)
-    run.slot(weight.name, out_dim, out_slots)
-    if bias is not None:
-        run.slot(bias.name, 0, outputs)
-    slots, channel_pair = (in_slots, out_slots), (inputs, outputs)
-    shape, dims = tuple(labels.shape), (in_dim, out_dim)
-    record(run, call, weight, bias, "dense", dims, groups, slots, channel_pair, shape, (axis, axis))
-    return place(outputs, call.shape, axis)
+    axis, dims = labels.dim() - len(weight.shape) + 1, (0, 1) if "transpose" in (call.name or "") else (1, 0)
+    return dense(run, call, labels, weight, bias, dims=dims, axes=(axis, axis), groups=groups)
 
 
 def _not_plain(run: Propagation, call: Call, kind: str) -> str:
@@ -181,10 +150,11 @@ def dense(
     *,
     dims: tuple[int, int],
     axes: tuple[int, int],
+    groups: int = 1,
 ) -> Any:
-    """A product of one dimension with a matrix of parameters: `linear`, `x @ weight`, `weight @ x`, an einsum.
+    """A layer with a weight that is a parameter: convolutions, `linear`, `x @ weight`, `weight @ x`, an einsum.
 
-    ``dims``: the matrix's dimensions of input and output channels, whatever parameter it is a view of; ``axes``:
+    ``dims``: the weight's dimensions of input and output channels, whatever parameter it is a view of; ``axes``:
     their dimensions in the input and in the output, of which the others keep their order.
     """
     places = [weight.place(dim % len(weight.shape)) for dim in dims]
@@ -201,15 +171,25 @@ def dense(
                 run.fix_parameter(parameter, call.node.name, "mixes along a dimension without channels")
         return labels.narrow(axis, 0, 1).movedim(axis, out_axis).expand(call.shape)
     inputs = own_inputs(run, call, channel_labels(run, labels, axis))
-    known = run.trail.slots.get(weight.name, {}).get(out_dim)
-    outputs = run.fresh(call.node.name, call.shape[out_axis]) if known is None else renamed(run, call, known)
-    run.slot(weight.name, in_dim, inputs)
-    run.slot(weight.name, out_dim, outputs)
+    slots = run.trail.slots.get(weight.name, {}).get(out_dim)
+    transposed = "transpose" in (call.name or "")
+    if slots is None:
+        outputs = run.fresh(call.node.name, call.shape[out_axis])
+    else:
+        outputs = renamed(run, call, slots.repeat(groups) if transposed else slots)
+    in_slots, out_slots = inputs, outputs
+    if groups > 1:  # the channels of equal places in each group go together
+        rows, columns = inputs.reshape(groups, -1), outputs.reshape(groups, -1)
+        for side in (rows, columns):
+            run.tie(side, side[:1].expand_as(side))
+        run.trail.within[call.node.name] = groups, (inputs, outputs)
+        in_slots, out_slots = (inputs, columns[0]) if transposed else (rows[0], outputs)
+    run.slot(weight.name, in_dim, in_slots)
+    run.slot(weight.name, out_dim, out_slots)
     if bias is not None:
         run.slot(bias.name, 0, outputs)
-    channels, shape = (inputs, outputs), tuple(labels.shape)
-    pair = in_dim, out_dim
-    record(run, call, weight, bias, "dense", pair, 1, channels, channels, shape, (axis, out_axis))
+    sides, pair, shape = ((in_slots, out_slots), (inputs, outputs)), (in_dim, out_dim), tuple(labels.shape)
+    record(run, call, weight, bias, "dense", pair, groups, *sides, shape, (axis, out_axis))
     return place(outputs, call.shape, out_axis)
 
 

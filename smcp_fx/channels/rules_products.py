@@ -25,9 +25,6 @@ from smcp_fx.channels.rules_statistics import mix, mix_settled, mixes
 from smcp_fx.channels.trail import Call, ConstantRef, ParameterRef
 from smcp_fx.channels.weight_views import FIRST_FACTOR, named_dims
 
-#: Whether an index of a weight is one of the other operand, and of the result: what is summed over, what is made.
-_READ_AND_MADE = ((True, False), (False, True))
-
 
 def matmul(run: Propagation, call: Call) -> Any:
     """`a @ b`, in any of its ranks; with a matrix of parameters on one side, a linear layer."""
@@ -35,13 +32,8 @@ def matmul(run: Propagation, call: Call) -> Any:
     if len(call.args) < first + 2 or not all(isinstance(a, (Tensor, ParameterRef)) for a in call.args):
         return run.unknown(call)
     left, right = call.args[first : first + 2]
-    if _is_weight(right, run) and isinstance(left, Tensor) and left.dim() >= max(2, len(right.shape)):
-        made = dense(run, call, left, right, None, dims=(-2, -1), axes=(-1, -1))
-    elif _is_weight(left, run) and isinstance(right, Tensor) and right.dim() >= max(2, len(left.shape)):
-        made = dense(run, call, right, left, None, dims=(-1, -2), axes=(-2, -2))
-    else:
-        names, out = named_dims("matmul", None, (len(left.shape), len(right.shape)), len(call.shape))
-        made = _product(run, call, (left, right), names, out, call.shape)
+    names, out = named_dims("matmul", None, (len(left.shape), len(right.shape)), len(call.shape))
+    made = _two_operands(run, call, (left, right), names, out)
     if not first or call.shape != tuple(made.shape):
         return made
     told = [dim - made.dim() for dim in varied_dims(made)]
@@ -80,18 +72,16 @@ def _two_operands(
     run: Propagation, call: Call, operands: tuple[Any, Any], inputs: list[list[str]], out: list[str]
 ) -> Any:
     """An einsum of two operands: a linear layer where one of them is a matrix of parameters."""
-    left, right = inputs
-    for names, others, weight, tensor in (
-        (left, right, operands[0], operands[1]),
-        (right, left, operands[1], operands[0]),
-    ):
-        if _is_weight(weight, run) and len(names) == 2 and isinstance(tensor, Tensor):
-            read, made = (
-                next((n for n in names if (n in others, n in out) == of), "") for of in _READ_AND_MADE
-            )
-            kept = [n for n in others if n != read]
-            if read and made and kept == [n for n in out if n != made]:
-                dims, axes = (names.index(read), names.index(made)), (others.index(read), out.index(made))
+    for this, other in ((0, 1), (1, 0)):
+        weight, tensor, others = operands[this], operands[other], inputs[other]
+        if _is_weight(weight, run) and isinstance(tensor, Tensor):
+            names = inputs[this]
+            read = [n for n in names[-2:] if n in others and n not in out]
+            made = [n for n in names[-2:] if n in out and n not in others]
+            kept = [n for n in others if n not in read]
+            if len(read) == len(made) == 1 and kept == [n for n in out if n not in made]:
+                dims = names.index(read[0]), names.index(made[0])
+                axes = others.index(read[0]), out.index(made[0])
                 return dense(run, call, tensor, weight, None, dims=dims, axes=axes)
     return _product(run, call, operands, inputs, out, call.shape)
 
