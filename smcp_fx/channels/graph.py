@@ -58,7 +58,7 @@ _TRIES = 8
 
 @dataclass(frozen=True)
 class _Asked:
-    """What a graph is built of: ``mixed_up`` are reshapes that take positions for channels.
+    """The request that a graph is built from. ``mixed_up``: reshapes that take positions for channels.
 
     ``facts``: those of the values at each size, by their ids and by what is turned.
     """
@@ -322,30 +322,30 @@ def _closed(
 
 
 def _chained(trail: Trail, units: Units) -> set[str]:
-    """Group norms that tie each other's groups together, so that hardly any group could go; `Trail.passed`."""
-    known = {name: torch.unique(units.of(labels)) for name, (_, labels) in trail.grouped.items()}
+    """Group norms that tie each other's groups, so that few groups could go, and the products in `Trail.passed`."""
+    members = {name: torch.unique(units.of(labels)) for name, (_, labels) in trail.grouped.items()}
     stuck: set[int] = set()
     for name, (groups, labels) in trail.grouped.items():
-        own, each = known[name][known[name] >= 0], labels.numel() // groups
+        own, each = members[name][members[name] >= 0], labels.numel() // groups
         if each > 1 and 0 < own.numel() <= max(1, min(groups, each) // 4):
             stuck.update(own.tolist())
     return trail.passed | {
         name
         for name, (groups, labels) in trail.grouped.items()
-        if labels.numel() > groups and not stuck.isdisjoint(known[name].tolist())
+        if labels.numel() > groups and not stuck.isdisjoint(members[name].tolist())
     }
 
 
 def _stuck(trail: Trail, units: Units) -> set[str]:
     """Grouped convolutions that tie all their channels together, which must then stay for that alone."""
-    found = set()
+    stuck = set()
     for name, (_, sides) in trail.within.items():
         for labels in sides:
-            known = torch.unique(units.of(labels))
-            reasons = units.why.get(int(known[0])) if known.numel() == 1 and labels.numel() > 1 else []
+            members = torch.unique(units.of(labels))
+            reasons = units.why.get(int(members[0])) if members.numel() == 1 and labels.numel() > 1 else []
             if reasons and all(reason.kind == EMPTY for reason in reasons):
-                found.add(name)
-    return found
+                stuck.add(name)
+    return stuck
 
 
 def _pinned(trail: Trail, units: Units) -> int:
@@ -361,7 +361,7 @@ def _read(trail: Trail, units: Units) -> Tensor:
 
 
 def _keep_unread(trail: Trail, units: Units) -> Units:
-    """Pin channels that only such a statistic reads whose mask has no gradient: nothing says what they are worth."""
+    """Pin channels that are read by statistics without mask gradients alone: nothing says what they are worth."""
     scored = units.among(mix.labels for mix in trail.mixes if mix.scores) | _read(trail, units)
     mixed = units.among(mix.labels for mix in trail.mixes)
     kept = (mixed & ~scored & ~units.why.pinned(units.count)).nonzero().flatten()

@@ -95,8 +95,8 @@ class Propagation:
         """Hand out ``count`` new labels on behalf of a node."""
         key = (node, self._asked[node])
         self._asked[node] += 1
-        first, known = self.trail.origins.get(key, (0, -1))
-        if known != count:
+        first, size = self.trail.origins.get(key, (0, -1))
+        if size != count:
             first = self.trail.count
             self.trail.count += count
             self.trail.origins[key] = (first, count)
@@ -146,8 +146,8 @@ class Propagation:
             return labels
         core = narrow_uniform(labels)
         count = self.seen.numel()  # labels from there on are new in this run, and larger than any unit
-        known = self.seen[core.clamp(min=0, max=count - 1)]
-        return compact(torch.where((core > 0) & (core < count), known, core).expand(labels.shape))
+        units = self.seen[core.clamp(min=0, max=count - 1)]
+        return compact(torch.where((core > 0) & (core < count), units, core).expand(labels.shape))
 
     def varied(self, labels: Tensor) -> list[int]:
         """Dimensions along which the labels change, merged by the ties of the earlier run."""
@@ -320,8 +320,8 @@ class Propagation:
         if rule is None:
             return self.unknown(call)
         if not (has(call.name, Trait.ELEMENTWISE | Trait.JOINS) or str(call.name).startswith(_LABELLING)):
-            given = (call.args, call.kwargs)
-            args, kwargs = mapped(lambda v: self.of(v) if isinstance(v, MadeRef) else v, given)
+            operands = (call.args, call.kwargs)
+            args, kwargs = mapped(lambda v: self.of(v) if isinstance(v, MadeRef) else v, operands)
             call = replace(call, args=args, kwargs=kwargs)
         try:
             result = rule(self, call)
@@ -359,8 +359,8 @@ class Propagation:
         if not isinstance(value, TensorInfo):
             return value
         if not value.is_continuous and target not in self._written:
-            known = held(self.module, target).detach().cpu().clone()
-            return ConstantRef(self.parameter(target), value.shape, known)
+            integers = held(self.module, target).detach().cpu().clone()
+            return ConstantRef(self.parameter(target), value.shape, integers)
         return ParameterRef(self.parameter(target), value.shape)
 
     def filled(self, value: Any, label: int) -> Any:

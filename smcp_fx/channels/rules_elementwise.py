@@ -24,9 +24,9 @@ def elementwise(run: Propagation, call: Call) -> Any:
     An operand of size 1 where another varies is read by all of those channels: see `bring_together`.
     """
     shape = call.shape
-    given = call.args[0] if call.args else None
-    if isinstance(given, ConstantRef) and keeps_values(call.name) and is_index(call.node):
-        return ConstantRef(f"{given.name} of {call.node.name}", shape, given.value.to(call.value.dtype))
+    first = call.args[0] if call.args else None
+    if isinstance(first, ConstantRef) and keeps_values(call.name) and is_index(call.node):
+        return ConstantRef(f"{first.name} of {call.node.name}", shape, first.value.to(call.value.dtype))
     if has(call.name, Trait.SAME) and _gives_places(call):
         return run.unknown(call, f"{call.node.name!r} is read as an index")
     leaves = tensor_leaves((call.args, call.kwargs))
@@ -102,9 +102,9 @@ def _merged(run: Propagation, call: Call, cores: list[Tensor], size: list[int]) 
     total = math.prod(size)
     place, count = torch.zeros(total, dtype=torch.int64), 1
     for core in cores:
-        known, inverse = torch.unique(core, return_inverse=True)
-        found, place = torch.unique(place * known.numel() + inverse.reshape(-1), return_inverse=True)
-        count = found.numel()
+        labels, inverse = torch.unique(core, return_inverse=True)
+        pairs, place = torch.unique(place * labels.numel() + inverse.reshape(-1), return_inverse=True)
+        count = pairs.numel()
     if not cores or count == total or not bool(torch.stack([core > 0 for core in cores]).any(0).all()):
         place, count = torch.arange(total), total
     return run.fresh(call.node.name, count)[place].reshape(size)
@@ -112,7 +112,7 @@ def _merged(run: Propagation, call: Call, cores: list[Tensor], size: list[int]) 
 
 def choice(run: Propagation, call: Call) -> Any:
     """What `train()` or `eval()` computed: tied, as an addition ties, and pinned where the two have other shapes."""
-    evaluated, trained = (pytree.tree_flatten(_labelled(run, given)) for given in call.args[1:])
+    evaluated, trained = (pytree.tree_flatten(_labelled(run, side)) for side in call.args[1:])
     effect = all(user.target is call.node.target for user in call.node.users)
     if not call.node.users or (effect and [None] in (evaluated[0], trained[0])):
         return pytree.tree_unflatten(*(evaluated if evaluated[0] != [None] else trained))

@@ -55,7 +55,10 @@ def convolution(run: Propagation, call: Call) -> Any:
 def _kernel_a_channel(run: Propagation, call: Call, groups: int) -> Any:
     """A depthwise convolution by kernels that are computed, one a channel: these go with the channels."""
     why = _not_plain(run, call, "convolution")
-    labels, given = run.of(call.argument(0, "input")), [call.argument(1, "weight"), call.argument(2, "bias")]
+    labels, kernels = (
+        run.of(call.argument(0, "input")),
+        [call.argument(1, "weight"), call.argument(2, "bias")],
+    )
     axis = labels.dim() - int((call.name or "")[-2]) - 1
     channels = labels.shape[axis]
     source = call.node.args[0]
@@ -65,7 +68,7 @@ def _kernel_a_channel(run: Propagation, call: Call, groups: int) -> Any:
     in_one_line = torch.unique(inputs).numel() < channels  # the channels of all images
     if in_one_line and not run.follows_input(source, axis):
         return run.unknown(call, why)
-    for one in given:
+    for one in kernels:
         if one is not None:
             run.tie(channel_labels(run, run.of(one, [0 - len(one.shape)]), 0), inputs)
     run.trail.kernels[call.node.name] = axis
@@ -98,8 +101,8 @@ def _sliding(
 def at_full_width(run: Propagation, call: Call, labels: Tensor, dim: int) -> Any:
     """What slides over the channels reads all of them, with zeros in the place of those that are not kept."""
     channels = channel_labels(run, labels, dim)
-    found = narrow_uniform(place(channels, tuple(labels.shape), dim))
-    run.trail.mixes.append(Mix(call.node.name, 0, found, "zero"))
+    masked = narrow_uniform(place(channels, tuple(labels.shape), dim))
+    run.trail.mixes.append(Mix(call.node.name, 0, masked, "zero"))
     run.trail.full[call.node.name] = dim
     return place(renamed(run, call, channels), call.shape, dim)
 

@@ -63,7 +63,7 @@ def einsum(run: Propagation, call: Call) -> Any:
         names, out = named_dims(
             "einsum", equation, [len(operand.shape) for operand in operands], len(call.shape)
         )
-    except ValueError:
+    except (ValueError, AttributeError):
         return run.unknown(call, "an einsum of this form has no channel rule")
     return _two_operands(run, call, (operands[0], operands[1]), names, out)
 
@@ -214,8 +214,8 @@ def _over_block(
     """
     first = FIRST_FACTOR.get(call.name or "", 0)
     summed = [name for name in names[0] if name in names[1] and name not in out]
-    given = call.node.args[first : first + 2]
-    for this, source in enumerate(given) if len(summed) == 1 and len(given) == 2 else ():
+    operands = call.node.args[first : first + 2]
+    for this, source in enumerate(operands) if len(summed) == 1 and len(operands) == 2 else ():
         second = run.trail.blocks.get(source.name) if isinstance(source, fx.Node) else None
         blocks = [] if second is None else [sides[this], second]
         read, met = (names[side].index(summed[0]) for side in (this, 1 - this))
@@ -246,8 +246,8 @@ def _told(
 
 def _is_apart(call: Call, first: int) -> bool:
     """Are the operands arguments of their own, and tensors?"""
-    given = call.node.args[first : first + 2]
-    apart = len(given) == 2 and all(isinstance(operand, fx.Node) for operand in given)
+    operands = call.node.args[first : first + 2]
+    apart = len(operands) == 2 and all(isinstance(operand, fx.Node) for operand in operands)
     return apart and isinstance(call.args[first], Tensor)
 
 

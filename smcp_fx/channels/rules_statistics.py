@@ -111,8 +111,8 @@ def mixes(
 
 def pin_in_batch(run: Propagation, call: Call, labels: Tensor, operand: int = 0) -> None:
     """Keep channels that lie along a dimension of other sizes for other inputs: a mask has one length."""
-    given = call.node.args[operand] if len(call.node.args) > operand else None
-    if isinstance(given, fx.Node) and any(run.follows_input(given, dim) for dim in run.varied(labels)):
+    source = call.node.args[operand] if len(call.node.args) > operand else None
+    if isinstance(source, fx.Node) and any(run.follows_input(source, dim) for dim in run.varied(labels)):
         run.pin(
             labels, call.node.name, f"channels that {call.name!r} mixes lie along the batch, or along space"
         )
@@ -212,9 +212,9 @@ def correction(call: Call) -> int:
 
 def cosine_similarity(run: Propagation, call: Call) -> Any:
     """A product that sums over a dimension, over the lengths of both: these go together where it has channels."""
-    given = [call.argument(0, "x1"), call.argument(1, "x2")]
+    inputs = [call.argument(0, "x1"), call.argument(1, "x2")]
     dim = int(call.argument(2, "dim", 1))
-    sides = [run.of(one) for one in given]
+    sides = [run.of(one) for one in inputs]
     mixed = [mix(run, call, labels, {dim % labels.dim()}) for labels in sides]
     if mixed == [None, None] and len(call.node.args) > 1 and sides[0].shape == sides[1].shape:
         run.tie(*(channel_labels(run, labels, dim % labels.dim()) for labels in sides))

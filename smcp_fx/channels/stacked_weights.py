@@ -49,9 +49,9 @@ class _Stack:
 
     def dim(self, name: str) -> int:
         """The dimension of the parameter itself."""
-        found = self.weight.place(self.held[name])
-        assert found is not None, "a weight that lacks a dimension for its channels"
-        return found
+        dim = self.weight.place(self.held[name])
+        assert dim is not None, "a weight that lacks a dimension for its channels"
+        return dim
 
     def beside(self, *channels: str) -> tuple[int, ...]:
         """The parameter's dimensions that are neither these channels nor summed over."""
@@ -85,15 +85,15 @@ def _is_stack(value: Any, run: Propagation) -> TypeGuard[ParameterRef]:
 
 def _layer(run: Propagation, call: Call, labels: Tensor, stack: _Stack) -> Tensor | None:
     read, at = run.trail.stacks.get(call.node.name, ("", ""))
-    known = bool(read)
+    decided = bool(read)
     varied = {name for name, dim in stack.there.items() if dim in run.varied(labels)}
     shared = varied.intersection(stack.shared)
-    if not known:
+    if not decided:
         whole = bool(shared) and (call.node.name in run.turned or varied.isdisjoint(stack.summed))
         told = shared if whole else varied - shared
         read = max(sorted(told), key=lambda name: _apart(run, labels, stack.there[name]), default="")
         at = read if whole else ""
-        known = whole or run.seen is not None or (len(told) == 1 and len(stack.made) == 1)
+        decided = whole or run.seen is not None or (len(told) == 1 and len(stack.made) == 1)
     if read not in stack.held:  # no channels, or ones that pass beside the weight
         core = narrow_uniform(labels)
         if any(core.shape[stack.there[name]] > 1 for name in stack.shared):
@@ -108,7 +108,7 @@ def _layer(run: Propagation, call: Call, labels: Tensor, stack: _Stack) -> Tenso
     made = run.fresh(call.node.name, math.prod(sizes)).reshape(sizes)
     told_apart = [stack.made[dim] for dim in run.varied(made)] or stack.made
     at = at or max(told_apart, key=lambda name: _apart(run, made, stack.made.index(name)))
-    if not known:
+    if not decided:
         # One dimension of each will tell channels apart: which one is known once all ties are.
         run.blind = True
         sides = (labels, stack.there[read]), (made, stack.made.index(at))

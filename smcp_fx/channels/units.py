@@ -1,8 +1,8 @@
 """From ties to units: which channel slots must be kept or removed together, and which must stay.
 
-Labels alone would allow ragged tensors. Once the ties are closed, every tensor may vary along one dimension at most;
-if one varies along more, the others are tied and the ties are closed again. An operand that broadcasts is then tied
-to the dimension that still varies, or pinned if it has size 1 there.
+Labels alone would allow ragged tensors. Once the ties are closed, each tensor may vary along one dimension at most.
+If a tensor varies along several, all but one are tied, and the ties are closed again. An operand that broadcasts is
+then tied to the dimension that still varies, or pinned if it has size 1 there.
 """
 
 from __future__ import annotations
@@ -204,7 +204,7 @@ def _stays(spread: Spread, units: Units) -> bool:
 
 
 def _bind(left: Tensor, right: Tensor, units: Units, pins: list[tuple[Tensor, int]]) -> list[Tensor]:
-    """Pairs of labels, of equally shaped tensors, that are not in one unit yet; what meets a fixed one is pinned."""
+    """Pairs of labels at equal places of two tensors, not in one unit yet; labels that meet fixed ones are pinned."""
     a, b = left.reshape(-1), right.reshape(-1)
     for one, other in ((a, b), (b, a)):
         met = (one > 0) & (other < 0)

@@ -43,7 +43,7 @@ UNFIT = (UnknownError, LookupError, TypeError, ValueError, RuntimeError, Attribu
 
 
 class Part(NamedTuple):
-    """A factor, once all is known. ``kind``: "in" or "out" channels, a product's name (what it sums over), or ""."""
+    """A factor. ``kind``: "in" or "out" for channels, the name of a product that sums over it, or ""."""
 
     kind: str
     size: int
@@ -62,7 +62,7 @@ class Factor:
     made_of: tuple[Factor, ...] = ()
 
     def smallest(self) -> list[Factor]:
-        """The factors that nothing is known to divide."""
+        """The factors that it consists of and that are not divided further."""
         return [small for part in self.made_of for small in part.smallest()] if self.made_of else [self]
 
 
@@ -92,12 +92,12 @@ def unify(left: Dimension, right: Dimension) -> None:
 
 
 class Factors:
-    """The factors of tensors of a traced module, as far as the operations between them were asked."""
+    """The factors of a traced module's tensors. Each call of `relate` adds what one operation says of them."""
 
     def __init__(self, module: fx.GraphModule, values: Mapping[str, Any]) -> None:
         self._module, self._values = module, values
         self._dims: dict[fx.Node, list[Dimension]] = {}
-        #: Operations that mix what lies in some dimensions of a tensor: (node, operand, tensor, dimensions).
+        #: Operations that mix some dimensions of an argument: (node, number of the argument, argument, dimensions).
         self.mixes: list[tuple[fx.Node, int, fx.Node, tuple[int, ...]]] = []
 
     def of(self, node: Any) -> list[Dimension]:
@@ -107,11 +107,11 @@ class Factors:
         return self._dims[node]
 
     def bind(self, node: fx.Node, parts: Parts) -> None:
-        """Say what a tensor's dimensions are."""
+        """Set the factors of a tensor's dimensions."""
         self._dims[node] = [[Factor(part.size, part.kind) for part in dim if part.size > 1] for dim in parts]
 
     def parts(self, node: fx.Node) -> Parts:
-        """What is known of a tensor's dimensions."""
+        """The factors of each dimension, with the kinds that were found so far."""
         return tuple(
             tuple(Part(small.kind, small.size) for factor in dim for small in factor.smallest())
             for dim in self.of(node)

@@ -2,8 +2,8 @@
 
     y = conv2d(x * style, weight) * d       d = rsqrt((weight[None] * style).pow(2).sum((2, 3, 4)))
 
-The weight's two dimensions of channels are followed forward, to what sums over one of them at least: a tensor with
-the channels of the other. Sums are of the kept channels.
+The weight's input and output channels are followed forward to an operation that sums over one of them. Its result has
+the channels of the other one, and the sum is over the kept channels.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ Dims = tuple[int, int]
 
 @dataclass
 class WeightStatistics(Followed):
-    """What is computed of the parameter ``weight``, by layers read along ``dims``, down to the nodes ``ends``."""
+    """Tensors computed from the parameter ``weight``, which layers read along ``dims``, up to the nodes ``ends``."""
 
     weight: str = field(kw_only=True)
     dims: Dims = field(kw_only=True)
@@ -46,9 +46,9 @@ class WeightStatistics(Followed):
 
 
 def weight_statistics(
-    module: fx.GraphModule, values: Mapping[str, Any], hidden: Collection[str], known: Mapping[str, Dims]
+    module: fx.GraphModule, values: Mapping[str, Any], hidden: Collection[str], beside: Mapping[str, Dims]
 ) -> list[WeightStatistics]:
-    """Find them. ``hidden``: nodes that other rules see; ``known``: weights of layers that are in no graph here."""
+    """Find them. ``hidden``: nodes with rules of their own; ``beside``: weights whose layers are in no graph here."""
     names = canonical_names(module)
     reads: dict[str, list[fx.Node]] = {}
     for node in module.graph.nodes:
@@ -56,7 +56,7 @@ def weight_statistics(
             reads.setdefault(names[str(node.target)], []).append(node)
     layers, dims = _layers(module, values, names)
     found = []
-    for name, own in {**known, **dims}.items():
+    for name, own in {**beside, **dims}.items():
         users = {user for read in reads.get(name, ()) for user in read.users}
         if any(user not in layers and not is_question(user) and user.name not in hidden for user in users):
             try:
@@ -73,7 +73,7 @@ def weight_statistics(
 def _layers(
     module: fx.GraphModule, values: Mapping[str, Any], names: Mapping[str, str]
 ) -> tuple[dict[fx.Node, Dims], dict[str, Dims]]:
-    """Layers whose weight is a parameter, or one turned or times numbers; the dimensions there, and its own."""
+    """Layers that read a parameter, perhaps scaled: the channel dimensions of the weight, and of the parameter."""
     layers: dict[fx.Node, Dims] = {}
     found: dict[str, Dims] = {}
     for use in module.graph.nodes:
@@ -100,7 +100,7 @@ def _layers(
 def _before(
     module: fx.GraphModule, values: Mapping[str, Any], node: fx.Node, dims: Dims
 ) -> tuple[fx.Node | None, Dims]:
-    """What a node turns, casts or multiplies by a number, and where its dimensions ``dims`` are there."""
+    """The tensor that a node permutes, casts or scales, and where the dimensions ``dims`` are in it."""
     name = operation_of(module, node) or ""
     inputs = [n for n in node.all_input_nodes if isinstance(values.get(n.name), TensorInfo)]
     if len(inputs) == 1 and name in TURNS:
@@ -134,8 +134,8 @@ def _followed(
         if not sources or is_question(node) or node.name in hidden:
             continue
         if node in layers and sources == [weight_and_bias(node)[0]]:
-            read = factors.parts(sources[0])
-            if [read[dim] for dim in layers[node]] != [parts[dim] for dim in found.dims]:
+            seen = factors.parts(sources[0])
+            if [seen[dim] for dim in layers[node]] != [parts[dim] for dim in found.dims]:
                 raise UnknownError
             continue
         if node.op not in ("call_function", "call_method") or writes_in_place(node, module):
@@ -160,14 +160,14 @@ def followed_weights(
     views: Collection[str],
     hidden: set[str],
     turned: Collection[str],
-    known: Mapping[str, Dims],
+    beside: Mapping[str, Dims],
 ) -> tuple[dict[fx.Node, WeightStatistics], dict[fx.Node, MixedWeight]]:
     """Statistics of weights by the nodes that they end in, and weights computed from the input by their layers.
 
     The nodes between parameters and these are added to ``hidden``, which no other rule sees. ``turned``: names of
     layers that turned out to mix positions, not channels.
     """
-    statistics = weight_statistics(module, values, {*hidden, *views}, known)
+    statistics = weight_statistics(module, values, {*hidden, *views}, beside)
     apart = {node for one in statistics for node in (*one.parts, *one.ends)}
     mixed = MixedWeights(module, values, computed, apart, turned).by_layer((*computed, *views))
     lost = [one for one in statistics if not _agree(one, mixed)]
@@ -181,11 +181,9 @@ def followed_weights(
 
 
 def _agree(one: WeightStatistics, mixed: Mapping[fx.Node, MixedWeight]) -> bool:
-    """Are its nodes those of the weights that layers read, too, and of no other's?"""
-    known = {*one.parts, *one.ends}
-    layers = {
-        user for node in one.parts for user in node.users if user not in known and not is_question(user)
-    }
+    """Do all readers of its tensors see the same factors: the statistic itself, and layers of mixed weights?"""
+    own = {*one.parts, *one.ends}
+    layers = {user for node in one.parts for user in node.users if user not in own and not is_question(user)}
     others = [found.parts for found in mixed.values()]
     return layers <= mixed.keys() and all(
         found.get(node, parts) == parts for found in others for node, parts in one.parts.items()

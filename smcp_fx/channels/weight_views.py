@@ -118,7 +118,7 @@ def named_dims(
 ) -> tuple[list[list[str]], list[str]]:
     """Names for the dimensions of a product's two operands, and for those of its result.
 
-    ``equation``: of an einsum; ``ranks``, ``rank``: how many there are. `ValueError` for forms of another kind.
+    ``equation``: of an einsum; ``ranks``, ``rank``: how many there are. `ValueError` for other forms.
     """
     if name == "einsum":
         inputs, _, out = str(equation).replace(" ", "").partition("->")
@@ -129,12 +129,9 @@ def named_dims(
         return [left, right], made
     rows, columns = (["y"] if ranks[0] > 1 else []), (["z"] if ranks[1] > 1 else [])  # a vector has none
     batch = [f"x{d}" for d in range(rank - len(rows) - len(columns))]
-    sides = [*batch, *rows, "k"], ["z", "k"] if name == "linear" else [*batch, "k", *columns]
-    return [side[len(side) - size :] for side, size in zip(sides, ranks, strict=True)], [
-        *batch,
-        *rows,
-        *columns,
-    ]
+    full = [*batch, *rows, "k"], ["z", "k"] if name == "linear" else [*batch, "k", *columns]
+    names = [side[len(side) - size :] for side, size in zip(full, ranks, strict=True)]
+    return names, [*batch, *rows, *columns]
 
 
 def _spelled_out(names: str, rank: int) -> list[str]:
