@@ -372,19 +372,20 @@ class Propagation:
         why = why or call.unknown
         self.pin_blocks(call.node)
         for leaf in tensor_leaves((call.args, call.kwargs)):
-            if isinstance(leaf, ParameterRef):
-                self.fix_parameter(leaf, call.node.name, why)
-            else:
-                self.pin(leaf, call.node.name, why)
+            self.keep(leaf, call.node.name, why)
         if call.module is not None:  # its parameters stay as they are, also where others share them
             for name, tensor in (*call.module.named_parameters(), *call.module.named_buffers()):
                 reference = ParameterRef(self.parameter(f"{call.node.target}.{name}"), tuple(tensor.shape))
-                self.fix_parameter(reference, call.node.name, why)
+                self.keep(reference, call.node.name, why)
         return self.filled(call.value, self.fixed(call.node.name, why))
 
-    def fix_parameter(self, parameter: ParameterRef, node: str, why: str) -> None:
-        """Pin a whole parameter, without labelling its elements."""
-        parameter = parameter.base
+    def keep(self, value: Any, node: str, why: str) -> None:
+        """Pin a whole tensor, if it is one; a parameter without labels for its elements."""
+        if isinstance(value, Tensor):
+            self.pin(value, node, why)
+        if not isinstance(value, ParameterRef):
+            return
+        parameter = value.base
         for labels in self.trail.slots.get(parameter.name, {}).values():
             self.pin(labels, node, why)
         if parameter.name in self.trail.elements:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -28,8 +27,7 @@ def convolution(run: Propagation, call: Call) -> Any:
     varied = run.varied(labels)
     if varied and max(varied) < axis:  # channels folded into the batch: each is convolved on its own
         for parameter in weights:
-            if parameter is not None:
-                run.fix_parameter(parameter, call.node.name, "mixes along a dimension without channels")
+            run.keep(parameter, call.node.name, "mixes along a dimension without channels")
         return labels[(slice(None),) * axis + (slice(1),) * (rank + 1)].expand(call.shape)
     if varied and axis not in varied:
         return _sliding(run, call, labels, varied, weights)
@@ -85,8 +83,7 @@ def _sliding(
     """A convolution whose window slides over the channels, of the weights of channel attention (ECA), say."""
     why = f"{call.node.name!r} slides over the channels"
     for parameter in weights:
-        if parameter is not None:
-            run.fix_parameter(parameter, call.node.name, why)
+        run.keep(parameter, call.node.name, why)
     run.blind = True
     if (
         len(varied) == 1
@@ -170,8 +167,7 @@ def dense(
     if varied and axis not in varied:
         # Mixes along a uniform dimension (tokens): the channels elsewhere pass, the weight stays whole.
         for parameter in (weight, bias):
-            if parameter is not None:
-                run.fix_parameter(parameter, call.node.name, "mixes along a dimension without channels")
+            run.keep(parameter, call.node.name, "mixes along a dimension without channels")
         return labels.narrow(axis, 0, 1).movedim(axis, out_axis).expand(call.shape)
     inputs = own_inputs(run, call, channel_labels(run, labels, axis))
     slots = run.trail.slots.get(weight.name, {}).get(out_dim)
@@ -252,9 +248,12 @@ def batch_norm(run: Propagation, call: Call) -> Any:
     labels = run.of(call.argument(0, "input"))
     axis = 0 if call.name == "instancenorm" and labels.dim() == _unbatched_rank(call) else 1
     channels = channel_labels(run, labels, axis)
-    if not carry_parameters(run, call, channels, {1: "running_mean", 2: "running_var"}):
-        return run.unknown(call, "a batch norm whose statistics are computed, not buffers")
-    for weight in affine_of(run, call, {3: "weight", 4: "bias"}):
+    for statistic in own_values(run, call, {1: "running_mean", 2: "running_var"}):
+        if isinstance(statistic, ParameterRef):
+            run.slot(statistic.name, 0, channels)
+        elif statistic is not None:
+            return run.unknown(call, "a batch norm whose statistics are computed, not buffers")
+    for weight in own_values(run, call, {3: "weight", 4: "bias"}):
         go_with(run, weight, channels, 0, (channels.numel(),))
     if call.name == "batchnorm" and call.module is not None:
         run.trail.norms.append(Norm(call.node.name, str(call.node.target), channels))
@@ -327,29 +326,8 @@ def own_parameter(run: Propagation, call: Call, attribute: str) -> ParameterRef 
     return ParameterRef(run.parameter(f"{call.node.target}.{attribute}"), tuple(tensor.shape))
 
 
-def carry_parameters(run: Propagation, call: Call, channels: Tensor, names: dict[int, str]) -> bool:
-    """Record the slots of a normalisation's parameters; False when one of them is not a parameter."""
-    for position, name in names.items():
-        value = own_parameter(run, call, name) if call.module is not None else call.argument(position, name)
-        if isinstance(value, ParameterRef):
-            run.slot(value.name, 0, channels)
-        elif value is not None:
-            return False
-    return True
-
-
-def fix_own(run: Propagation, call: Call, names: Sequence[str], why: str) -> None:
-    """Keep a norm's parameters whole; ``names``: in the order of the function's arguments."""
-    for position, name in enumerate(names, 1):
-        value = own_parameter(run, call, name) if call.module is not None else call.argument(position, name)
-        if isinstance(value, ParameterRef):
-            run.fix_parameter(value, call.node.name, why)
-        elif isinstance(value, Tensor):
-            run.pin(value, call.node.name, why)
-
-
-def affine_of(run: Propagation, call: Call, names: dict[int, str]) -> list[Any]:
-    """A norm's weight and bias: parameters, labels of what is computed, or None."""
+def own_values(run: Propagation, call: Call, names: dict[int, str]) -> list[Any]:
+    """A norm's weights or statistics, by position and name: parameters, labels of computed tensors, or None."""
     if call.module is not None:
         return [own_parameter(run, call, name) for name in names.values()]
     return [call.argument(position, name) for position, name in names.items()]

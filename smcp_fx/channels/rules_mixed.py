@@ -156,10 +156,8 @@ def _leaves(
         if kinds:
             dims = [d - len(parts) for d, dim in enumerate(parts) if any(part.kind for part in dim)]
             run.tie(run.of(value, dims), _plane(parts, slots, next(iter(kinds))))
-        elif isinstance(value, ParameterRef):
-            run.fix_parameter(value, call.node.name, why)
-        elif isinstance(value, Tensor):
-            run.pin(value, call.node.name, why)
+        else:
+            run.keep(value, call.node.name, why)
 
 
 def _mixes(

@@ -19,12 +19,11 @@ from smcp_fx.channels.labels import at_first, compact, narrow_uniform, place, un
 from smcp_fx.channels.propagation import Propagation, Rule, channel_labels
 from smcp_fx.channels.rules_elementwise import bring_together, elementwise, like
 from smcp_fx.channels.rules_layers import (
-    affine_of,
     at_full_width,
-    fix_own,
     go_with,
     own_inputs,
     own_parameter,
+    own_values,
     record,
     renamed,
 )
@@ -314,15 +313,12 @@ def layer_norm(run: Propagation, call: Call) -> Any:
     tied = mix(run, call, labels, dims)
     if tied is not None:
         # Channels that can be told apart elsewhere, too (heads), go with all that is normalised.
-        for weight in (_shape_of(run, call, shape), *affine_of(run, call, names)):
-            if isinstance(weight, ParameterRef):
-                run.fix_parameter(weight, call.node.name, "weight of a layer norm")
-            elif isinstance(weight, Tensor):
-                run.pin(weight, call.node.name, "weight of a layer norm")
+        for weight in (_shape_of(run, call, shape), *own_values(run, call, names)):
+            run.keep(weight, call.node.name, "weight of a layer norm")
         return tied
     axis = max(dims, key=lambda dim: torch.unique(at_first(labels, [dim])).numel())
     channels = channel_labels(run, labels, axis)
-    for weight in (_shape_of(run, call, shape), *affine_of(run, call, names)):
+    for weight in (_shape_of(run, call, shape), *own_values(run, call, names)):
         go_with(run, weight, channels, axis - first, shape)
     mixes(run, call, place(channels, tuple(labels.shape), axis), "instead")
     return place(renamed(run, call, channels), call.shape, axis)
@@ -345,7 +341,7 @@ def group_norm(run: Propagation, call: Call) -> Any:
     else:
         run.tie(rows, rows[:, :1].expand_as(rows))
         run.trail.grouped[call.node.name] = (groups, channels)
-    for weight in affine_of(run, call, {2: "weight", 3: "bias"}):
+    for weight in own_values(run, call, {2: "weight", 3: "bias"}):
         go_with(run, weight, channels, 0, (channels.numel(),))
     return place(renamed(run, call, channels), call.shape, 1)
 
@@ -364,7 +360,8 @@ def batch_norm(run: Propagation, call: Call) -> Any:
     if not own or len(varied) != 1 or 1 in varied:
         return rules_layers.batch_norm(run, call)
     run.blind = True
-    fix_own(run, call, ("running_mean", "running_var", "weight", "bias"), "batch norm over channels")
+    for value in own_values(run, call, {1: "running_mean", 2: "running_var", 3: "weight", 4: "bias"}):
+        run.keep(value, call.node.name, "batch norm over channels")
     channels = channel_labels(run, labels, varied[0])
     mixes(run, call, place(channels, call.shape, varied[0]), "instead")
     return place(renamed(run, call, channels), call.shape, varied[0])
