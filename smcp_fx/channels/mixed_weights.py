@@ -182,28 +182,29 @@ class _Walk:
         """Go back as far as tensors have both kinds of channels, the last nodes first; `UnknownError` if it fails."""
         among, factors, weight = self.among, self.factors, self.weight
         result = weight.reading.result
-        todo, nodes, leaves, through = {result}, set[fx.Node](), set[fx.Node](), {result}
+        todo, through = {result}, {result}
+        nodes, leaves = dict[fx.Node, None](), dict[fx.Node, None]()
         while todo:
             node = max(todo, key=among.order.__getitem__)
             todo.remove(node)
             if len(factors.kinds(node)) < 2 and node not in through:
-                leaves.add(node)
+                leaves[node] = None
                 continue
-            others = {user for user in node.users if not is_question(user)} - nodes
+            others = {user for user in node.users if not is_question(user)} - nodes.keys()
             others -= {weight.use, *among.apart}
             if others:  # the norm that a weight is divided by is computed from that weight
                 crossed = {leaf for leaf in leaves if not others.isdisjoint(ancestors(leaf))}
                 if not crossed:
                     raise UnknownError
-                leaves -= crossed
+                leaves = {leaf: None for leaf in leaves if leaf not in crossed}
                 through |= crossed
                 todo |= {node, *crossed}
                 continue
-            nodes.add(node)
+            nodes[node] = None
             if node.op == "get_attr" or node.name in among.computed:
                 weight.parameters.append(node)
             else:
-                todo.update({*self._relate(node)} - nodes - leaves)
+                todo.update({*self._relate(node)} - nodes.keys() - leaves.keys())
         weight.describe(factors, nodes, leaves)
         for node, dim in self.linears.items():
             weight.modules[node] = factors.parts(node)[dim], factors.parts(node.args[0])[dim]  # type: ignore[arg-type]
@@ -211,7 +212,7 @@ class _Walk:
             summed = operation_of(among.module, node) in PRODUCTS
             if len(factors.kinds(tensor, over) - {node.name}) > (not summed):
                 raise UnknownError
-        if not (weight.parameters or weight.modules):
+        if any(len(factors.kinds(leaf)) > 1 for leaf in leaves) or not (weight.parameters or weight.modules):
             raise UnknownError
         return weight
 
