@@ -167,12 +167,17 @@ def _product(
 
 
 def _contracted(
-    run: Propagation, call: Call, sides: list[Tensor], names: Sequence[list[str]], out: list[str]
+    run: Propagation,
+    call: Call,
+    sides: list[Tensor],
+    names: Sequence[list[str]],
+    out: list[str],
+    masked: int = 0,
 ) -> list[Tensor]:
     """The labels made uniform along the contracted dimensions.
 
-    Where nothing else tells both operands' channels apart, these go together, and the product sees the kept ones;
-    where this is so of one operand alone, they stay.
+    Where nothing else tells both operands' channels apart, these go together, and a mask of the operand ``masked``
+    lets the product see the kept ones. Where this is so of one operand alone, they stay.
     """
     first = FIRST_FACTOR.get(call.name or "", 0)
     dims = [{d for d, name in enumerate(own) if name not in out} for own in names]
@@ -190,10 +195,10 @@ def _contracted(
                 if names[other][d] in names[this]:
                     sides[other] = run.tie_along(sides[other], d)
     mixed = [mix_settled(run, labels, summed) for labels, summed in zip(sides, dims, strict=True)]
-    if mixed == [None, None] and len(dims[0]) == len(dims[1]) == 1 and _is_apart(call, first):
+    if mixed == [None, None] and len(dims[0]) == len(dims[1]) == 1 and _is_apart(call, first, masked):
         (left,), (right,) = dims
         run.tie(channel_labels(run, sides[0], left), channel_labels(run, sides[1], right))
-        mixes(run, call, sides[0], "zero", first)
+        mixes(run, call, sides[masked], "zero", first + masked)
         why = f"made of all channels by {call.node.name!r}"
         return [uniform(run.fixed(call.node.name, why), tuple(labels.shape)) for labels in sides]
     for place, labels in enumerate(sides):
@@ -225,7 +230,7 @@ def _over_block(
             if sides[this].shape[left] == sides[this].shape[read]:
                 run.tie(*(channel_labels(run, lines[dim], dim) for dim in (left, read)))
             sides[this] = lines[read]
-            _contracted(run, call, sides, names, out)
+            _contracted(run, call, sides, names, out, masked=1 - this)
             run.contracted.add(call.node)
             both = [uniform(0, tuple(labels.shape)) for labels in sides]
             both[this] = lines[left]
@@ -244,11 +249,11 @@ def _told(
     return {d - labels.dim() for d, name in enumerate(names[this]) if name in told}
 
 
-def _is_apart(call: Call, first: int) -> bool:
+def _is_apart(call: Call, first: int, masked: int) -> bool:
     """Are the operands arguments of their own, and tensors?"""
     operands = call.node.args[first : first + 2]
     apart = len(operands) == 2 and all(isinstance(operand, fx.Node) for operand in operands)
-    return apart and isinstance(call.args[first], Tensor)
+    return apart and isinstance(call.args[first + masked], Tensor)
 
 
 def _aligned(labels: Tensor, names: list[str], out: list[str]) -> Tensor:
