@@ -46,7 +46,8 @@ def narrow_uniform(labels: Tensor, keep: Sequence[int] = ()) -> Tensor:
 
 def at_first(labels: Tensor, keep: Collection[int]) -> Tensor:
     """Return the labels with every dimension at size 1, at index 0, but those in ``keep``."""
-    return labels[tuple(slice(None) if dim in keep else slice(1) for dim in range(labels.dim()))]
+    sizes = [size if dim in keep else min(size, 1) for dim, size in enumerate(labels.shape)]
+    return labels.as_strided(sizes, labels.stride(), labels.storage_offset())
 
 
 def reshaped(labels: Tensor, shape: Sequence[int]) -> Tensor:
