@@ -234,7 +234,8 @@ class Propagation:
 
     def reads_blocks(self, node: fx.Node) -> list[fx.Node]:
         """The tensors with a second block of channels that the node reads."""
-        return [source for source in node.all_input_nodes if source.name in self.trail.blocks]
+        blocks = self.trail.blocks
+        return [source for source in node.all_input_nodes if source.name in blocks] if blocks else []
 
     def pin_blocks(self, node: fx.Node) -> None:
         """Keep the second block's channels of what the node reads."""
@@ -274,7 +275,7 @@ class Propagation:
 
     def _execute(self, node: fx.Node) -> Any:
         value = self.values[node.name]
-        if node.op == "output" or (not _has_tensors(value) and not _asks_no_size(node)):
+        if self.trail.blocks and (node.op == "output" or not (_has_tensors(value) or _asks_no_size(node))):
             self.pin_blocks(node)
         if node.op == "placeholder":
             kind = "" if ORIGIN in node.meta else INPUT
