@@ -75,7 +75,8 @@ def _translated(
     x: Any, states: Sequence[Any], weights: Sequence[Any], kind: str, biases: bool, layers: int,
     bidirectional: bool, batch_first: bool,
 ) -> list[Any]:  # fmt: skip
-    op, directions = opset18, 1 + bidirectional
+    op: Any = opset18  # typed for tensors alone, but lists become constants
+    directions = 1 + bidirectional
     operator, order, attributes = _KINDS[kind]
     direction = "bidirectional" if bidirectional else "forward"
     if "activations" in attributes:

@@ -220,12 +220,17 @@ def test_a_written_file_has_the_names_types_axes_and_metadata_of_the_first(kind:
 
 
 def test_axes_that_cannot_stay_open_are_closed_and_told(tmp_path: Path) -> None:
-    held = weights(w=(1, 20, 3), r=(1, 20, 5), b=(1, 40))
-    path = write(tmp_path, [n("LSTM", "x w r b", "y", hidden_size=5)], held, ("steps", 1, 3))
-    module = smcp_fx.from_onnx(path, torch.randn(4, 1, 3))
-    writer = Writer(module.meta["onnx"])
-    writer.write(module, module.example_input_array, tmp_path / "y.onnx", None)
-    assert writer.closed == ("axis 0 of x",)
+    """A recurrent layer takes any number of steps; what is added to a table of four rows has four."""
+    held = weights(w=(1, 20, 3), r=(1, 20, 5), b=(1, 40), rows=(4, 1, 3))
+    for nodes, closed in (
+        ([n("LSTM", "x w r b", "y", hidden_size=5)], ()),
+        ([n("Add", "x rows", "y")], ("axis 0 of x",)),
+    ):
+        path = write(tmp_path, nodes, held, ("steps", 1, 3))
+        module = smcp_fx.from_onnx(path, torch.randn(4, 1, 3))
+        writer = Writer(module.meta["onnx"])
+        writer.write(module, module.example_input_array, tmp_path / "y.onnx", None)
+        assert writer.closed == closed
 
 
 def test_types_that_torch_does_not_compute_in_are_cast(tmp_path: Path) -> None:
