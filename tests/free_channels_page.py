@@ -20,6 +20,7 @@ from models import AWKWARD, Case, randomise
 
 import smcp_fx
 from smcp_fx.channels.graph import ChannelGraph
+from smcp_fx.channels.trail import INPUT
 
 DOCS = Path(__file__).parent.parent / "docs"
 RECORD, PAGE = DOCS / "records" / "free_channels.jsonl", DOCS / "reference" / "free_channels.md"
@@ -94,8 +95,8 @@ def _reason(channels: ChannelGraph) -> str:
     """Why most of the channels stay that a dense layer reads."""
     dense = [layer for layer in channels.layers if layer.kind == "dense"]
     units = (unit for layer in dense for unit in channels.units.of(layer.in_labels).tolist())
-    reasons = (channels.units.why.get(unit, []) for unit in units)
-    texts = Counter(found[0][1] for found in reasons if found and not found[0][1].startswith("network input"))
+    reasons = (channels.units.why.get(unit) for unit in units)
+    texts = Counter(found[0].text for found in reasons if found and found[0].kind != INPUT)
     if not texts:
         return "no layer whose weight is a parameter reads any"
     return re.sub(r"(?<!\w)'[^']*'", "...", texts.most_common(1)[0][0]).replace("|", "/")
