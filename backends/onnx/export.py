@@ -168,7 +168,7 @@ def _fewer(axes: Axes) -> str:
             " If the network only works for one batch size, pass dynamic_batch=False; if an input has its batch on "
             "another axis, dynamic_axes={'x': {0: 'batch'}, 'state': {1: 'batch'}}."
         )
-    return " Leave fewer axes open in dynamic_axes."
+    return " Leave fewer axes open in dynamic_axes, or also those that must have the same sizes."
 
 
 def export_model_proto(

@@ -17,6 +17,8 @@ from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
 from smcp_fx.errors import InputError, SmcpError
+from smcp_fx.interface.wrapping import unwrapped
+from smcp_fx.prepared import PreparedModel
 from smcp_fx.regions import Joined, joined_inputs
 from smcp_fx.tracing.call_forms import parameters_of
 from smcp_fx.tracing.example_runs import first_line, run_eager
@@ -151,6 +153,14 @@ def entering(model: nn.Module, joined: Joined | None, batch: Batch) -> Batch:
 def refused(model: nn.Module, batch: Batch, error: Exception) -> InputError:
     """The error to raise where a model does not take a batch."""
     return InputError(f"{batch} does not go through {type(model).__name__}: {first_line(error)}")
+
+
+def prepared_of(verb: str, prepared: Any) -> PreparedModel:
+    """Return the prepared model without wrappers; raises `InputError` for another."""
+    found = unwrapped(prepared)
+    if not isinstance(found, PreparedModel):
+        raise InputError(f"{verb} needs what prepare returned, not {type(found).__name__}")
+    return found
 
 
 def require_finite_gradients(batch: Batch, values: Iterable[Tensor]) -> None:

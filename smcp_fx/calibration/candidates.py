@@ -19,7 +19,16 @@ import numpy as np
 import torch
 from torch import nn
 
-from smcp_fx.calibration.batches import MEMORY, Batch, again, device_of, each_batch, number_of, run_batch
+from smcp_fx.calibration.batches import (
+    MEMORY,
+    Batch,
+    again,
+    device_of,
+    each_batch,
+    number_of,
+    prepared_of,
+    run_batch,
+)
 from smcp_fx.calibration.objective import Loss, Objective
 from smcp_fx.calibration.progress import Progress, Stretch
 from smcp_fx.calibration.repair import repair
@@ -59,6 +68,7 @@ def solve_best(
 
     Raises what `repair` and `Pruner.solve` raise.
     """
+    prepared = prepared_of("solve_best", prepared)
     pruner, state, batches = prepared.pruner, prepared.smcp, again(batches)
     objective, rises = Objective(prepared, loss, outputs, quiet=True), state.rises
     if rises is None or pruner.target >= pruner.full_cost * pruner.correction:

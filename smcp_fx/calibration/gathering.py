@@ -19,6 +19,7 @@ from smcp_fx.calibration.batches import (
     device_of,
     each_batch,
     number_of,
+    prepared_of,
     require_finite_gradients,
     run_batch,
 )
@@ -80,6 +81,7 @@ def gather_importance(
 
     Raises `InputError` for batches and losses that do not fit, `TrainingError` where no channel is free.
     """
+    prepared = prepared_of("gather_importance", prepared)
     require_whole(prepared)
     TaylorImportance(prepared.channels, prepared.smcp, prepared.pruner.config.importance).require_layers()
     state, batches, objective = prepared.smcp, again(batches), Objective(prepared, loss, outputs)
@@ -139,6 +141,7 @@ def gather_halfway(
 
     Raises what `gather_importance`, `repair` and `Pruner.solve` raise.
     """
+    prepared = prepared_of("gather_halfway", prepared)
     pruner, state, batches = prepared.pruner, prepared.smcp, again(batches)
     share, before = pruner.target / (pruner.correction * pruner.full_cost), state.rises
     if before is None or share >= 1:

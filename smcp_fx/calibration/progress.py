@@ -6,6 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
+from smcp_fx.errors import InputError
+
 #: Called with the share of the work that is done, rising to 1.
 Progress = Callable[[float], object]
 
@@ -17,6 +19,10 @@ class Stretch:
     tell: Progress | None
     start: float = 0.0
     end: float = 1.0
+
+    def __post_init__(self) -> None:
+        if self.tell is not None and not callable(self.tell):
+            raise InputError(f"progress must be a function of the share that is done, not {self.tell!r}")
 
     def __call__(self, done: float) -> None:
         """Tell that this share of the part is done."""

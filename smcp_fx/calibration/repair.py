@@ -9,15 +9,13 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from smcp_fx.calibration.batches import MEMORY, Batch, device_of, each_batch, entering
+from smcp_fx.calibration.batches import MEMORY, Batch, device_of, each_batch, entering, prepared_of
 from smcp_fx.calibration.progress import Progress
 from smcp_fx.calibration.side_by_side import RepairReport, SideBySide
 from smcp_fx.errors import InputError
-from smcp_fx.interface.wrapping import unwrapped
 from smcp_fx.outcomes import in_mode
 from smcp_fx.passes.sliced_labels import Sliced
 from smcp_fx.prepare import sliced_graph, trained_graph
-from smcp_fx.prepared import PreparedModel
 from smcp_fx.tracing.copying import sharing
 
 
@@ -42,9 +40,7 @@ def repair(
     Raises `InputError`, and leaves ``smaller`` as it was, for batches that do not fit, for fewer than two images, for
     activations that are not finite, and for models that do not belong together.
     """
-    prepared = unwrapped(prepared)
-    if not isinstance(prepared, PreparedModel):
-        raise InputError(f"repair needs what prepare returned, not {type(prepared).__name__}")
+    prepared = prepared_of("repair", prepared)
     graph, fresh = sliced_graph(prepared)
     if not _alike(smaller, fresh):
         raise InputError(

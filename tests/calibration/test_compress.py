@@ -16,8 +16,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import smcp_fx
 from smcp_fx.calibration.batches import each_batch
-from smcp_fx.calibration.candidates import drawn
-from smcp_fx.calibration.gathering import first_order
+from smcp_fx.calibration.candidates import drawn, solve_best
+from smcp_fx.calibration.gathering import first_order, gather_halfway
 from smcp_fx.calibration.objective import Objective
 from smcp_fx.config import MethodConfig
 from smcp_fx.errors import InfeasibleBudgetError
@@ -168,6 +168,7 @@ def test_a_loss_of_ones_own_takes_any_outputs_and_labels() -> None:
         ([{"x": torch.randn(2, 3, 8, 8)}], {}, "by the names in forward"),
         ([torch.randn(2, 4, 8, 8)], {}, "4"),
         ([(torch.randn(2, 3, 8, 8), "label")], {}, "labels are a str"),
+        ([torch.randn(2, 3, 8, 8)], {"progress": True}, "progress must be a function"),
         ([torch.randn(2, 3, 8, 8)], {"loss": "mse"}, "loss must be a function of .outputs, labels."),
         ([{"input": torch.randn(2, 3, 8, 8), "label": torch.ones(2)}], {}, "labels go beside the inputs"),
         ([torch.randn(2, 3, 8, 8)], {"loss": lambda o, y: o}, "one finite number"),
@@ -285,3 +286,11 @@ def test_networks_whose_groups_cannot_be_fitted_are_valued_by_gradients() -> Non
     smaller = smcp_fx.compress(model, [words] * 2, target=0.5, outputs="classes", config=SMALL)
     sizes = [sum(p.numel() for p in m.parameters()) for m in (model, smaller)]
     assert sizes[1] < 0.7 * sizes[0]
+
+
+@pytest.mark.parametrize("verb", [smcp_fx.gather_importance, gather_halfway, solve_best])
+def test_the_steps_need_a_prepared_model(verb: Any) -> None:
+    with pytest.raises(
+        smcp_fx.InputError, match=f"{verb.__name__} needs what prepare returned, not Sequential"
+    ):
+        verb(chain(8, 12), torch.randn(2, 3, 8, 8))
