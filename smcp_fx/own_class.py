@@ -20,6 +20,7 @@ from smcp_fx.outcomes import LOOSE, Outcome, difference, differs, fitting, in_mo
 from smcp_fx.passes.slice_channels import resize_fields
 from smcp_fx.prepared import PreparedModel
 from smcp_fx.proof import IMAGES, OTHERS, more_images, on_some, run_watched
+from smcp_fx.pruning.ranks import require_whole
 from smcp_fx.tracing.copying import deep_copy
 from smcp_fx.tracing.example_runs import first_line, unchanged
 from smcp_fx.tracing.modes import conditions, is_flag
@@ -61,6 +62,7 @@ def resize(
         raise InputError(
             f"resize needs a smaller model, or its state dict, to follow, not {type(like).__name__}"
         )
+    require_whole(model, "resize")
     trial = _resized(deep_copy(model), like)  # what fails leaves the model as it was
     if check and (example_inputs is not None or isinstance(like, nn.Module)):
         called, inputs = positional(

@@ -16,6 +16,7 @@ from smcp_fx.errors import InputError
 from smcp_fx.outcomes import in_mode
 from smcp_fx.passes.sliced_labels import Sliced
 from smcp_fx.prepare import sliced_graph, trained_graph
+from smcp_fx.pruning.ranks import require_whole
 from smcp_fx.tracing.copying import sharing
 
 
@@ -41,6 +42,7 @@ def repair(
     activations that are not finite, and for models that do not belong together.
     """
     prepared = prepared_of("repair", prepared)
+    require_whole(smaller, "repair")
     graph, fresh = sliced_graph(prepared)
     if not _alike(smaller, fresh):
         raise InputError(

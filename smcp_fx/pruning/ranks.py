@@ -136,12 +136,17 @@ def _lost() -> str:
     return f"{who} has died or hangs"
 
 
-def require_whole(model: nn.Module) -> None:
-    """Raise `TrainingError` for a model whose parameters lie in parts on several ranks."""
+def require_whole(model: nn.Module, verb: str = "") -> None:
+    """Raise `TrainingError` for a model whose parameters lie in parts on several ranks.
+
+    ``verb``: what needs them whole, other than pruning.
+    """
     by_fsdp = any("_is_fsdp_managed_module" in vars(module) for module in model.modules())
     if by_fsdp or any(type(parameter).__name__ == "DTensor" for parameter in model.parameters()):
+        how = f"the parameters are sharded, by {'FSDP' if by_fsdp else 'tensor parallelism'}, and"
+        if verb:
+            raise TrainingError(f"{how} {verb} needs them whole: call it before the model is sharded")
         raise TrainingError(
-            f"the parameters are sharded, by {'FSDP' if by_fsdp else 'tensor parallelism'}, and channels are chosen "
-            "from whole ones. Train the prepared model with DistributedDataParallel; or prune first, and shard the "
-            "plain model that convert or compress returns: fully_shard(smaller)."
+            f"{how} channels are chosen from whole ones. Train the prepared model with DistributedDataParallel; or "
+            "prune first, and shard the plain model that convert or compress returns: fully_shard(smaller)."
         )

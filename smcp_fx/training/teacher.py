@@ -19,6 +19,7 @@ from smcp_fx.errors import InputError, SmcpError
 from smcp_fx.interface.wrapping import is_prepared, unwrapped
 from smcp_fx.output_kinds import Kinds, Reading, named_tensors, read_outputs, spread, told
 from smcp_fx.pruning.loop_watch import tell
+from smcp_fx.pruning.ranks import require_whole
 from smcp_fx.tracing.copying import deep_copy
 from smcp_fx.tracing.example_runs import first_line
 from smcp_fx.training.features import Student, hooked, require_modules
@@ -55,6 +56,7 @@ class Teacher:
             )
         if not is_number(temperature) or not 0 < temperature < math.inf:
             raise InputError(f"temperature must be a positive number, not {temperature!r}")
+        require_whole(model, "Teacher")
         self.model = deep_copy(unwrapped(model)).requires_grad_(False).eval()
         self.temperature = float(temperature)
         self.readings: dict[str, Reading] = {}

@@ -66,3 +66,6 @@ def test_what_is_pruned_can_be_sharded(mesh: DeviceMesh) -> None:
     smaller = fully_shard(smcp_fx.convert(prepared).train(), mesh=mesh)
     smaller(X).square().mean().backward()
     assert all(parameter.grad is not None for parameter in smaller.parameters())
+    for verb in (smcp_fx.Teacher, lambda m: smcp_fx.resize(m, m), lambda m: smcp_fx.repair(m, prepared, X)):
+        with pytest.raises(TrainingError, match=r"by FSDP, and .* needs them whole: call it before"):
+            verb(smaller)
