@@ -7,7 +7,7 @@ widths are the best choice,
 
     r^t u^(1 - t),    u = (1 - s)^2 / s  times what halving the group saves, where a share s is kept,
 
-with t = 0, 1/2, 1; what is solved for is repaired without a quarter of the batches, and judged by these.
+with t = 0, 1/2, 1; what is solved for is repaired by half of the batches, and judged by a quarter.
 """
 
 from __future__ import annotations
@@ -120,7 +120,7 @@ class _Judge:
     def __init__(self, prepared: PreparedModel, batches: Any, objective: Objective) -> None:
         self._prepared, self._objective = prepared, objective
         enough = number_of(batches) >= FOLD
-        self._fit = _Others(batches) if enough else batches
+        self._fit = _Half(batches) if enough else batches
         # A loader that shuffles gives others each time: all candidates are judged by the same.
         self._held, size = list[Batch](), 0
         for batch in each_batch(batches):
@@ -146,11 +146,11 @@ class _Judge:
         return self._objective.distance(run_batch(network, batch), wanted, batch)
 
 
-class _Others:
-    """All batches but every fourth."""
+class _Half:
+    """Every other batch, from the first."""
 
     def __init__(self, batches: Any) -> None:
         self._batches = batches
 
     def __iter__(self) -> Iterator[Any]:
-        return (batch for number, batch in enumerate(self._batches, 1) if number % FOLD)
+        return (batch for number, batch in enumerate(self._batches, 1) if number % 2)

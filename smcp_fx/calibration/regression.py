@@ -37,8 +37,10 @@ class Gram:
     def add(self, x: Tensor) -> Tensor:
         """Add rows [..., groups, inputs], products in their own type; return them as [groups, rows, inputs]."""
         by_group = x.flatten(0, -3).transpose(0, 1)
+        if len(by_group) > 1:  # products of many small groups are slow by strides
+            by_group = by_group.mT.contiguous().mT
         self.count += by_group.shape[1]
-        self.x = self.x + by_group.sum(1, dtype=torch.float64)
+        self.x = self.x + _sum(by_group)
         self.xx = _plus(self.xx, by_group.mT @ by_group)
         return by_group
 
@@ -69,12 +71,10 @@ class Sums(Gram):
         x = self.add(x)
         y = y.flatten(0, -3).transpose(0, 1)
         left = torch.baddbmm(y, x, before, alpha=-1)
-        self.y, self.r = (
-            mine + more.sum(1, dtype=torch.float64) for mine, more in ((self.y, y), (self.r, left))
-        )
+        self.y, self.r = self.y + _sum(y), self.r + _sum(left)
         self.xr = _plus(self.xr, x.mT @ left)
-        self.rr += float(left.square().sum(dtype=torch.float64))
-        self.yy += float(y.square().sum(dtype=torch.float64))
+        self.rr += float(_sum(left.square()).sum())
+        self.yy += float(_sum(y.square()).sum())
 
     def __add__(self, other: Sums) -> Sums:
         if not (self.count and other.count):
@@ -190,6 +190,11 @@ def _ridge(normal: tuple[Tensor, Tensor], ridge: float) -> Tensor | None:
     if bool(failed.any()):
         return None
     return torch.cholesky_solve(away, factor)
+
+
+def _sum(rows: Tensor) -> Tensor:
+    """Return the sum over rows in float64, taken in their own type, as products are."""
+    return rows.sum(1, dtype=torch.promote_types(rows.dtype, torch.float32)).double()
 
 
 def _plus(sums: Tensor, products: Tensor) -> Tensor:

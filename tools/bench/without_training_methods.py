@@ -105,7 +105,11 @@ class Setting:
             self._paths[kind] = path, []
         steps, passed = self._paths[kind]
         while not passed or passed[-1][1] > target:
-            following = next(steps, None)
+            try:
+                following = next(steps, None)
+            except Exception:
+                del self._paths[kind]  # the next target fails alike
+                raise
             if following is None:
                 break
             passed.append(following)
