@@ -16,6 +16,9 @@ from torch import Tensor, fx, nn
 
 #: The most numbers that the rows of one chunk may hold (64 MiB in float64).
 _CHUNK = 2**23
+#: Least output positions that a layer is looked at by, if there are as many: so many, and so many for each input.
+#: Docs: experiments.md.
+LEAST_ROWS, ROWS_PER_INPUT = 20_000, 8
 
 
 @dataclass(frozen=True)
@@ -129,14 +132,6 @@ class Consumer:
                 place = 2 * (self.rank - 1 - dim)
                 pads[place], pads[place + 1] = left, lengths[dim] + reach - left - x.shape[2 + dim]
         return (F.pad(x, pads, self.mode) if any(pads) else x), stride
-
-
-def rows_wanted(inputs: int) -> int:
-    """How many output positions a layer of so many inputs is looked at by, if there are as many.
-
-    32 for each input, as long as these are 5,000 to 20,000; of wider layers 8. Docs: experiments.md.
-    """
-    return max(5_000, min(32 * inputs, 20_000), 8 * inputs)
 
 
 def some_of(positions: int, number: int, generator: torch.Generator) -> Tensor:
