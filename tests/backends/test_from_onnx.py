@@ -101,6 +101,28 @@ def test_an_operator_computes_what_onnx_runtime_does(name: str, tmp_path: Path) 
     torch.testing.assert_close(module(x), torch.from_numpy(expected), rtol=1e-4, atol=1e-5)
 
 
+def test_strides_that_are_taken_apart_are_a_reshape(tmp_path: Path) -> None:
+    """An exporter writes as_strided as the places of all elements, computed from the batch."""
+    held = {"four": np.array(4), "nil": np.array(0), "one": np.array(1), "all": np.array([-1]),
+            "axis": np.array([1]), "channels": np.arange(4), "turned": np.arange(4)[::-1].copy()}  # fmt: skip
+    for channels in ("channels", "turned"):
+        nodes = [
+            n("ReduceMean", "x", "m", axes=[2, 3]), n("Reshape", "m all", "flat"), n("Shape", "x", "s"),
+            n("Gather", "s nil", "batch"), n("Range", "nil batch one", "rows"), n("Mul", "rows four", "r"),
+            n("Unsqueeze", "r axis", "u"), n("Add", f"u {channels}", "places"), n("Gather", "flat places"),
+        ]  # fmt: skip
+        called = functions(smcp_fx.from_onnx(write(tmp_path, nodes, held)))
+        assert (torch.index_select in called) == (channels == "turned")
+
+
+def test_one_constant_that_is_spread_has_no_channels(tmp_path: Path) -> None:
+    held = {"number": np.array([3.0], np.float32)}
+    module = smcp_fx.from_onnx(
+        write(tmp_path, [n("Shape", "x", "s"), n("Expand", "number s", "e"), n("Add", "x e")], held)
+    )
+    assert "new_full" in functions(module)
+
+
 @pytest.mark.parametrize("kind", ["LSTM", "GRU", "RNN"])
 @pytest.mark.parametrize("direction", ["forward", "reverse", "bidirectional"])
 def test_recurrent_layers(kind: str, direction: str, tmp_path: Path) -> None:

@@ -22,6 +22,10 @@ from smcp_fx.errors import InputError
 _MOST_VALUE, _MOST_CONSTANTS = 2**28, 2**30
 
 
+#: Most elements of a value that follows from sizes alone and is computed at the examples.
+_MOST_KNOWN = 2**20
+
+
 class SizesError(InputError):
     """Values of these sizes do not go through the network; others may."""
 
@@ -81,7 +85,7 @@ class Builder:
         }
 
         def function(*rest: Any) -> Any:
-            return torch.func.functional_call(module, tensors, rest)
+            return torch.func.functional_call(module, tensors, pytree.tree_map_only(Tensor, _on_meta, rest))
 
         at = [self._at(function, (args, {}), which) for which in (0, 1)]
         return self._added("call_module", self.place(path, module.eval()), (args, {}), at)
@@ -111,7 +115,7 @@ class Builder:
     def device(self) -> fx.Node:
         """The device of the first input, for what makes tensors."""
         node = self.graph.call_function(getattr, (self.first, "device"))
-        self.examples[node] = (torch.device("meta"),) * 2
+        self.examples[node] = (torch.device("cpu"),) * 2
         return node
 
     # ---- what rules ask -----------------------------------------------------------------------------------
@@ -144,6 +148,11 @@ class Builder:
         if at[0] == at[1]:
             return at[0]
         return Size(self.graph.call_method("size", (value, axis)), (at[0], at[1]))
+
+    def known(self, value: Any) -> tuple[Tensor, Tensor] | None:
+        """Return a tensor at both examples, where it follows from sizes alone."""
+        at: tuple[Tensor, Tensor] = self.examples[value]
+        return None if any(tensor.is_meta for tensor in at) else at
 
     def has_opened_batch(self, value: Any) -> bool:
         """Is a value's first axis the batch that the file fixes to one sample, and that was opened?"""
@@ -234,24 +243,31 @@ class Builder:
         return bool(found)
 
     def _at(self, function: Callable[..., Any], given: Any, which: int) -> Any:
+        """Return what a function makes at an example: sizes alone, but small values where all it reads is known."""
+
         def example(leaf: Any) -> Any:
             if isinstance(leaf, fx.Node):
                 return self.examples[leaf][which]
-            if isinstance(leaf, Size):
-                return leaf.at[which]
-            return leaf.to("meta") if isinstance(leaf, Tensor) else leaf
+            return leaf.at[which] if isinstance(leaf, Size) else leaf
 
-        args, kwargs = map_aggregate(given, example)
+        known = map_aggregate(given, example)
+        args, kwargs = pytree.tree_map_only(Tensor, _on_meta, known)
         try:
             with torch.device("meta"), torch.no_grad():
                 found = function(*args, **kwargs)
+            self._check_size(found)
+            read = [leaf for leaf in pytree.tree_leaves(known) if isinstance(leaf, Tensor)]
+            made = [leaf for leaf in pytree.tree_leaves(found) if isinstance(leaf, Tensor)]
+            small = sum(leaf.numel() for leaf in made) <= _MOST_KNOWN
+            if small and self._varies(given) and not any(leaf.is_meta for leaf in read):
+                with torch.no_grad():
+                    found = function(*known[0], **known[1])
         except InputError:
             raise
         except Exception as error:
             told = [tuple(leaf.shape) for leaf in pytree.tree_leaves(args) if isinstance(leaf, Tensor)]
             first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
             raise SizesError(f"values of sizes {told} do not go through it: {first}") from error
-        self._check_size(found)
         return found
 
     def _check_size(self, found: Any) -> None:
@@ -287,6 +303,10 @@ class Builder:
         node = self.graph.create_node(op, target, args, kwargs)
         self.examples[node] = (at[0], at[1])
         return node
+
+
+def _on_meta(tensor: Tensor) -> Tensor:
+    return tensor.to("meta")
 
 
 def identifier(name: str) -> str:

@@ -100,6 +100,8 @@ def _expand(b: Builder, call: Call) -> Any:
     own, rank = b.shapes(x), len(b.shapes(x)[0])
     if rank > len(wanted):
         wanted = [1] * (rank - len(wanted)) + wanted
+    if isinstance(x, Tensor) and x.numel() == 1:
+        return b.full(wanted, x.item(), x.dtype)
     skipped = len(wanted) - rank
     sizes = [
         -1 if axis >= skipped and (size == 1 or _same(b, size, own, axis - skipped)) else size
@@ -181,6 +183,8 @@ def _gather(b: Builder, call: Call) -> Any:
         table.weight = nn.Parameter(data)
         return b.module(module_path(call, b.name_of(data)), table, indices)
     rank = b.rank(indices)
+    if rank and axis == 0 and call.rank == 1 and _are_all(b, data, indices):
+        return reshape(b, data, [b.size(indices, a) for a in range(rank)])
     if rank == 1:
         return b.call(torch.index_select, data, axis, indices)
     if rank == 0:
@@ -189,6 +193,15 @@ def _gather(b: Builder, call: Call) -> Any:
         )
     flat = b.call(torch.index_select, data, axis, b.call(torch.flatten, indices))
     return b.call(torch.unflatten, flat, axis, tuple(b.size(indices, a) for a in range(rank or 0)))
+
+
+def _are_all(b: Builder, data: Any, indices: Any) -> bool:
+    """Do these indices name all elements in their order, as strides that are taken apart do?"""
+    known = b.known(indices) if isinstance(indices, fx.Node) else None
+    counts = [shape[0] for shape in b.shapes(data)]
+    return known is not None and all(
+        torch.equal(at.flatten(), torch.arange(count)) for at, count in zip(known, counts, strict=True)
+    )
 
 
 def _gather_nd(b: Builder, call: Call) -> Any:
