@@ -2,9 +2,10 @@
 
     python tools/sweep_onnx.py [--files FILE ...] [--only TEXT] [--record FILE] [--again]
 
-Without --files: torchvision's and timm's networks by both of PyTorch's exporters, a tagger, a U-Net with open height
-and width, a file in half precision and one with its weights beside it. Each file runs in a process of its own. A line
-of JSON is written the moment a result is there; a file that has a line is not run again, unless --again says so.
+Without --files: torchvision's, timm's and transformers' networks by both of PyTorch's exporters, a tagger, a U-Net
+with open height and width, a file in half precision and one with its weights beside it. Each file runs in a process
+of its own. A line of JSON is written the moment a result is there; a file that has a line is not run again, unless
+--again says so.
 """
 
 from __future__ import annotations
@@ -40,6 +41,7 @@ _TIMM = (
     "vit_tiny_patch16_224", "convnext_atto", "ghostnet_100", "levit_128s", "edgenext_xx_small", "poolformer_s12",
     "mixer_s32_224", "repvgg_a0", "efficientformerv2_s0", "mobilevit_xxs", "gmlp_ti16_224", "res2net50_14w_8s",
 )  # fmt: skip
+_TRANSFORMERS = ("vit", "segformer", "detr")
 #: What these names hold takes images of no other size.
 _OF_224 = ("224", "levit", "efficientformer", "swin")
 #: Target of the pruning, a share of the FLOPs; inputs that it is repaired on; seconds of one file.
@@ -112,7 +114,10 @@ def _given(file: Path) -> tuple[Maker, bool]:
 def makers() -> dict[str, tuple[Maker, bool]]:
     """Return what writes each file into a folder, by name, and whether the file is pruned."""
     found: dict[str, tuple[Maker, bool]] = {}
-    for library, names, ways in (("torchvision", _TORCHVISION, _WAYS), ("timm", _TIMM, _TIMM_WAYS)):
+    for library, names, ways in (
+        ("torchvision", _TORCHVISION, _WAYS), ("timm", _TIMM, _TIMM_WAYS),
+        ("transformers", _TRANSFORMERS, _TIMM_WAYS),
+    ):  # fmt: skip
         for name in names:
             for index, (exporter, opset) in enumerate(ways):
                 key = f"{library}:{name} {exporter} {opset}"
@@ -124,13 +129,17 @@ def makers() -> dict[str, tuple[Maker, bool]]:
 
 def _exported(spec: str, exporter: str, opset: int) -> Maker:
     def write(folder: Path) -> Path:
+        from model_libraries import build
+        from onnx_networks import Tensors
         from random_weights import randomise
 
         from smcp_fx.zoo.models import build_model
 
-        model = build_model(spec).eval()
-        randomise(model)
-        return export(model, 224 if any(part in spec for part in _OF_224) else 128, folder, exporter, opset)
+        library, _, name = spec.partition(":")
+        model = Tensors(build(library, name)) if library == "transformers" else build_model(spec)
+        randomise(model.eval())
+        side = 224 if any(part in name for part in _OF_224) else 64 if library == "transformers" else 128
+        return export(model, side, folder, exporter, opset)
 
     return write
 

@@ -81,6 +81,7 @@ CASES: dict[str, list[onnx.NodeProto]] = {
     ],
     "einsum": [n("Einsum", "x x", equation="bchw,bdhw->bcd")],
     "flat": [n("Reshape", "x flat")],
+    **{f"flat_{axis}": [n("Flatten", axis=axis)] for axis in (0, 2, 4)},
     "expand": [n("Shape", "x", "s"), n("GlobalMaxPool", "x", "g"), n("Expand", "g s")],
     "sizes": [
         n("Shape", "x", "s"), n("Gather", "s three", "wide"), n("Div", "wide two", "half"),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import operator
 from typing import Any
 
@@ -49,18 +48,10 @@ def _reshape(b: Builder, call: Call) -> Any:
 
 
 def _flatten(b: Builder, call: Call) -> Any:
-    axis = call.axis(1)
-    if axis == 1 and (call.rank or 0) > 1:
-        return regrouped(b, b.call(torch.flatten, call.inputs[0], 1))
-    first: Any = 1
-    if isinstance(call.inputs[0], Tensor):
-        return call.inputs[0].reshape(math.prod(call.inputs[0].shape[:axis]), -1)
-    if axis:
-        sizes = [b.size(call.inputs[0], a) for a in range(axis)]
-        first = sizes[0] if len(sizes) == 1 else b.call(torch.flatten, call.inputs[0], 0, axis - 1)
-        if isinstance(first, fx.Node):
-            return b.call(torch.flatten, first, 1)
-    return reshape(b, call.inputs[0], [first, -1])
+    x, axis = call.inputs[0], call.axis(1)
+    if axis != 1:
+        x = b.call(torch.flatten, x, 0, axis - 1) if axis else b.call(torch.unsqueeze, x, 0)
+    return regrouped(b, b.call(torch.unsqueeze, x, 1) if axis == call.rank else b.call(torch.flatten, x, 1))
 
 
 def _transpose(b: Builder, call: Call) -> Any:
