@@ -44,6 +44,8 @@ _TIMM = (
 _TRANSFORMERS = ("vit", "segformer", "detr")
 #: What these names hold takes images of no other size.
 _OF_224 = ("224", "levit", "efficientformer", "swin")
+#: These are too wide to be pruned in minutes on one core; they are read, compared and prepared.
+_WIDE = ("convnext_tiny", "vgg", "swin", "mixer", "gmlp", "repvgg", "res2net", "efficientformer")
 #: Target of the pruning, a share of the FLOPs; inputs that it is repaired on; seconds of one file.
 TARGET, _BATCHES, _LIMIT = 0.7, 2, 900
 
@@ -121,7 +123,8 @@ def makers() -> dict[str, tuple[Maker, bool]]:
         for name in names:
             for index, (exporter, opset) in enumerate(ways):
                 key = f"{library}:{name} {exporter} {opset}"
-                found[key] = (_exported(f"{library}:{name}", exporter, opset), index < 2)
+                prunes = index < 2 and not any(part in name for part in _WIDE)
+                found[key] = (_exported(f"{library}:{name}", exporter, opset), prunes)
     for key in ("tagger", "unet", "half", "external"):
         found[key] = (lambda folder, key=key: _special(key, folder), True)  # type: ignore[misc]
     return found
