@@ -59,23 +59,15 @@ class Builder:
 
     def call(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Call a function: now if all its arguments are constant, in the graph otherwise."""
-        given = (args, kwargs)
-        if not self._varies(given):
-            return self._folded(function, args, kwargs)
-        at = [self._at(function, given, which) for which in (0, 1)]
-        return self._added("call_function", function, given, at)
+        return self._called("call_function", function, function, args, kwargs)
 
-    def method(self, name: str, owner: Any, *args: Any, **kwargs: Any) -> Any:
-        """Call a tensor's method."""
+    def method(self, name: str, *args: Any, **kwargs: Any) -> Any:
+        """Call a tensor's method; the tensor is the first argument."""
 
         def function(tensor: Tensor, *rest: Any, **named: Any) -> Any:
             return getattr(tensor, name)(*rest, **named)
 
-        given = ((owner, *args), kwargs)
-        if not self._varies(given):
-            return self._folded(function, (owner, *args), kwargs)
-        at = [self._at(function, given, which) for which in (0, 1)]
-        return self._added("call_method", name, given, at)
+        return self._called("call_method", name, function, args, kwargs)
 
     def module(self, path: str, module: nn.Module, *args: Any) -> fx.Node:
         """Call a module, put at this path or one like it."""
@@ -102,8 +94,8 @@ class Builder:
 
     def full(self, sizes: Sequence[Any], value: float | bool, dtype: torch.dtype) -> Any:
         """Return a tensor of one value, on the device of the first input."""
-        if not self._varies((tuple(sizes), {})):
-            return self._folded(torch.full, (tuple(sizes), value), {"dtype": dtype})
+        if not self._varies(tuple(sizes)):
+            return self.call(torch.full, tuple(sizes), value, dtype=dtype)
         return self.method("new_full", self.first, tuple(sizes), value, dtype=dtype)
 
     def tensor(self, sizes: SizeArray) -> fx.Node:
@@ -236,6 +228,11 @@ class Builder:
         return self._placed[id(tensor)]
 
     # ---- inside -------------------------------------------------------------------------------------------
+
+    def _called(self, op: str, target: Any, function: Callable[..., Any], *given: Any) -> Any:
+        if not self._varies(given):
+            return self._folded(function, *given)
+        return self._added(op, target, given, [self._at(function, given, which) for which in (0, 1)])
 
     def _varies(self, given: Any) -> bool:
         found = []

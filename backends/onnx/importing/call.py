@@ -58,6 +58,12 @@ class Call:
         value = self.attributes.get(name, default)
         return value.decode() if isinstance(value, bytes) else value
 
+    def of_rank(self, owner: Any, name: str, rank: int) -> Any:
+        """Return torch's operation over so many dimensions, as nn.Conv2d; `InputError` where it has none."""
+        if not 1 <= rank <= 3:
+            raise self.refused(f"it is over {rank} dimensions, and not 1 to 3")
+        return getattr(owner, f"{name}{rank}d")
+
     def has(self, position: int) -> bool:
         """Is there such an input?"""
         return position < len(self.inputs) and self.inputs[position] is not None

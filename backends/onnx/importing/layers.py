@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -14,22 +13,6 @@ from smcp_fx.backends.onnx.importing.building import Builder, module_path
 from smcp_fx.backends.onnx.importing.call import Call
 from smcp_fx.backends.onnx.importing.elementwise import Rule
 from smcp_fx.backends.onnx.importing.size_arithmetic import combined
-
-_CONV: dict[int, Callable[..., nn.Module]] = {1: nn.Conv1d, 2: nn.Conv2d, 3: nn.Conv3d}
-_CONV_TRANSPOSE: dict[int, Callable[..., nn.Module]] = {
-    1: nn.ConvTranspose1d,
-    2: nn.ConvTranspose2d,
-    3: nn.ConvTranspose3d,
-}
-_CONV_FUNCTIONS = {1: F.conv1d, 2: F.conv2d, 3: F.conv3d}
-_BATCH_NORM: dict[int, Callable[..., nn.Module]] = {
-    2: nn.BatchNorm1d, 3: nn.BatchNorm1d, 4: nn.BatchNorm2d, 5: nn.BatchNorm3d,
-}  # fmt: skip
-_INSTANCE_NORM: dict[int, Callable[..., nn.Module]] = {
-    3: nn.InstanceNorm1d, 4: nn.InstanceNorm2d, 5: nn.InstanceNorm3d,
-}  # fmt: skip
-_MAX_POOL = {1: F.max_pool1d, 2: F.max_pool2d, 3: F.max_pool3d}
-_AVERAGE_POOL = {1: F.avg_pool1d, 2: F.avg_pool2d, 3: F.avg_pool3d}
 
 
 def parameter(b: Builder, value: Tensor) -> nn.Parameter:
@@ -86,13 +69,18 @@ def _conv(b: Builder, call: Call) -> Any:
     kernel = list(b.shapes(weight)[0][2:])
     x, strides, padding, dilations = _windows(b, call, kernel)
     rank = len(kernel)
-    if rank not in _CONV:
-        raise call.refused(f"a convolution over {rank} dimensions")
     if not isinstance(weight, Tensor) or not isinstance(bias, (Tensor, type(None))):
         return b.call(
-            _CONV_FUNCTIONS[rank], x, weight, bias, tuple(strides), tuple(padding), tuple(dilations), groups
+            call.of_rank(F, "conv", rank),
+            x,
+            weight,
+            bias,
+            tuple(strides),
+            tuple(padding),
+            tuple(dilations),
+            groups,
         )
-    layer = _CONV[rank](
+    layer = call.of_rank(nn, "Conv", rank)(
         weight.shape[1] * groups, weight.shape[0], tuple(kernel), tuple(strides), tuple(padding), tuple(dilations),
         groups, bias is not None, device="meta",
     )  # fmt: skip
@@ -107,10 +95,8 @@ def _conv_transpose(b: Builder, call: Call) -> Any:
     pads = list(call.attribute("pads", [0] * 2 * rank))
     if call.attribute("auto_pad", "NOTSET") != "NOTSET" or "output_shape" in call.attributes:
         raise call.refused("auto_pad or output_shape: export it with explicit pads")
-    if rank not in _CONV_TRANSPOSE:
-        raise call.refused(f"a convolution over {rank} dimensions")
     begins, ends = pads[:rank], pads[rank:]
-    layer = _CONV_TRANSPOSE[rank](
+    layer = call.of_rank(nn, "ConvTranspose", rank)(
         weight.shape[0], weight.shape[1] * groups, tuple(kernel), tuple(strides),
         tuple(begins) if begins == ends else 0, tuple(extra), groups, bias is not None, tuple(dilations),
         device="meta",
@@ -174,10 +160,10 @@ def _batch_norm(b: Builder, call: Call) -> Any:
         raise call.refused(
             "it normalises by the batch, as in training: export the network after model.eval()"
         )
-    if call.rank not in _BATCH_NORM:
-        raise call.refused(f"a value of rank {call.rank}")
     epsilon, momentum = call.attribute("epsilon", 1e-5), call.attribute("momentum", 0.9)
-    layer: Any = _BATCH_NORM[call.rank](weight.numel(), epsilon, 1 - momentum)
+    layer: Any = call.of_rank(nn, "BatchNorm", max((call.rank or 0) - 2, 1))(
+        weight.numel(), epsilon, 1 - momentum
+    )
     if any(value.shape != (weight.numel(),) for value in (bias, mean, var)):
         raise call.refused("its weights are of different sizes")
     layer.running_mean, layer.running_var = mean.clone(), var.clone()
@@ -185,10 +171,10 @@ def _batch_norm(b: Builder, call: Call) -> Any:
 
 
 def _instance_norm(b: Builder, call: Call) -> Any:
-    if call.rank not in _INSTANCE_NORM:
-        raise call.refused(f"a value of rank {call.rank}")
     weight = call.constant(1)
-    layer = _INSTANCE_NORM[call.rank](weight.numel(), call.attribute("epsilon", 1e-5), affine=True)
+    layer = call.of_rank(nn, "InstanceNorm", (call.rank or 0) - 2)(
+        weight.numel(), call.attribute("epsilon", 1e-5), affine=True
+    )
     return _called(b, call, layer, call.inputs[0], weight=weight, bias=call.constant(2))
 
 
@@ -227,7 +213,7 @@ def _max_pool(b: Builder, call: Call) -> Any:
         flat = tuple(p for pad in reversed(padding) for p in (pad, pad))
         x, padding = b.call(F.pad, x, flat, "constant", float("-inf")), [0] * len(kernel)
     return b.call(
-        _MAX_POOL[len(kernel)], x, tuple(kernel), tuple(strides), tuple(padding), tuple(dilations),
+        call.of_rank(F, "max_pool", len(kernel)), x, tuple(kernel), tuple(strides), tuple(padding), tuple(dilations),
         bool(call.attribute("ceil_mode", 0)),
     )  # fmt: skip
 
@@ -238,7 +224,8 @@ def _average_pool(b: Builder, call: Call) -> Any:
     if any(d != 1 for d in dilations) or (x is not call.inputs[0] and not counted):
         raise call.refused("dilations, or padding that differs at the two ends and is not counted")
     ceil = bool(call.attribute("ceil_mode", 0))
-    return b.call(_AVERAGE_POOL[len(kernel)], x, tuple(kernel), tuple(strides), tuple(padding), ceil, counted)
+    pool = call.of_rank(F, "avg_pool", len(kernel))
+    return b.call(pool, x, tuple(kernel), tuple(strides), tuple(padding), ceil, counted)
 
 
 LAYERS: dict[str, Rule] = {

@@ -199,9 +199,12 @@ def _gather_nd(b: Builder, call: Call) -> Any:
     data, indices = call.inputs
     if call.attribute("batch_dims", 0):
         raise call.refused("batch_dims other than 0")
-    parts = b.shapes(indices)[0][-1]
-    index = tuple(b.call(torch.select, indices, -1, part) for part in range(parts))
-    return b.call(operator.getitem, data, index)
+    return b.call(operator.getitem, data, _places(b, indices))
+
+
+def _places(b: Builder, indices: Any) -> tuple[Any, ...]:
+    """Return the columns of indices, one for each of the first axes."""
+    return tuple(b.call(torch.select, indices, -1, part) for part in range(b.shapes(indices)[0][-1]))
 
 
 def _scatter_nd(b: Builder, call: Call) -> Any:
@@ -209,9 +212,7 @@ def _scatter_nd(b: Builder, call: Call) -> Any:
     reduction = call.attribute("reduction", "none")
     if reduction not in ("none", "add"):
         raise call.refused(f"reduction {reduction!r}")
-    parts = b.shapes(indices)[0][-1]
-    index = tuple(b.call(torch.select, indices, -1, part) for part in range(parts))
-    return b.call(torch.index_put, data, index, updates, reduction == "add")
+    return b.call(torch.index_put, data, _places(b, indices), updates, reduction == "add")
 
 
 def _scatter_elements(b: Builder, call: Call) -> Any:
