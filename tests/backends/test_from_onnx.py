@@ -194,6 +194,15 @@ def test_factors_and_summands_become_part_of_a_layer(tmp_path: Path) -> None:
     assert functions(module) == [] and module.get_submodule("conv1").bias is not None
 
 
+def test_a_vector_that_two_layers_read_is_no_tie(tmp_path: Path) -> None:
+    """Exporters write equal vectors once; a layer that is called twice shares its matrix and its bias."""
+    held = weights(v=(4, 4, 1, 1), w=(4, 4, 1, 1)) | {"zeros": np.zeros(4, np.float32)}
+    nodes = [n("Conv", "x v zeros", "a"), n("Conv", "a w zeros", "b"), n("Conv", "b w zeros")]
+    first, second, third = smcp_fx.from_onnx(write(tmp_path, nodes, held)).children()
+    assert second.weight is third.weight and second.bias is third.bias
+    assert first.bias is not second.bias
+
+
 def test_a_batch_of_one_is_opened_where_samples_are_independent(tmp_path: Path) -> None:
     held = W | I64 | {"to": np.array([1, 4, -1], np.int64), "all": np.array([1, -1], np.int64)}
     shape = (1, 4, 6, 6)

@@ -43,7 +43,8 @@ class Builder:
         self.root = nn.Module()
         self.values: dict[str, Any] = {"": None}
         self.examples: dict[fx.Node, tuple[Any, Any]] = {}
-        self.shared: dict[int, tuple[Tensor, nn.Parameter]] = {}  # weights of layers
+        #: Weights of layers, by the matrix and the value.
+        self.shared: dict[tuple[int, int], tuple[Tensor, Tensor, nn.Parameter]] = {}
         self._named: dict[int, tuple[str, Tensor]] = {}  # constants that the file names
         self._placed: dict[int, fx.Node] = {}  # constants that the graph reads
         self._paths: set[str] = set()

@@ -15,12 +15,6 @@ from smcp_fx.backends.onnx.importing.elementwise import Rule
 from smcp_fx.backends.onnx.importing.size_arithmetic import combined
 
 
-def parameter(b: Builder, value: Tensor) -> nn.Parameter:
-    """Return a constant as a weight; one that two layers share stays one."""
-    held = b.shared.setdefault(id(value), (value, nn.Parameter(value)))
-    return held[1]
-
-
 def _windows(b: Builder, call: Call, kernel: list[int]) -> tuple[Any, list[int], list[int], list[int]]:
     """Return the input, padded where its ends differ, strides, paddings that are left, and dilations."""
     rank, x = len(kernel), call.inputs[0]
@@ -109,13 +103,20 @@ def _conv_transpose(b: Builder, call: Call) -> Any:
 
 
 def _called(b: Builder, call: Call, layer: nn.Module, x: Any, **weights: Tensor | None) -> Any:
-    """Call a layer with these weights; the same layer where the file has called one of the same weights."""
+    """Call a layer with these weights; layers of one matrix share it, and a bias that both have.
+
+    Vectors alone are not shared: exporters write equal ones, such as zeros, once for all layers.
+    """
+    matrix = weights["weight"]
     for name, value in weights.items():
         if value is not None:
             own = getattr(layer, name)
             if tuple(own.shape) != tuple(value.shape):
                 raise call.refused(f"its {name} is of sizes {tuple(value.shape)}, not {tuple(own.shape)}")
-            setattr(layer, name, parameter(b, value))
+            held = nn.Parameter(value.clone() if value.dim() == 1 else value)
+            if matrix is not None and matrix.dim() > 1:
+                *_, held = b.shared.setdefault((id(matrix), id(value)), (matrix, value, held))
+            setattr(layer, name, held)
     return b.module(module_path(call, b.name_of(weights["weight"])), layer, x)
 
 
