@@ -3,13 +3,16 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: compile test test-gpu check audit docs install clean
+.PHONY: compile test quick test-gpu check audit docs install clean
 
 compile: $(VENV)/installed  ## the main job: ResNet-18 on the digits, 40% of its latency at batch 32, in steps of 16 channels; ARGS="--help" for more
 	$(BIN)/smcp-compile --model torchvision:resnet18 --data digits --batch 32 --multiple 16 --epochs 3 $(ARGS)
 
 test: $(VENV)/installed  ## the whole test suite
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist loadgroup $(ARGS)
+
+quick: $(VENV)/installed  ## one test of every file, in about a minute
+	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist loadgroup --quick $(ARGS)
 
 test-gpu: $(VENV)/installed  ## the tests that need an NVIDIA GPU, and those of TensorRT; TRT_PYTHON=... where it is elsewhere
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n 0 -m gpu $(ARGS)

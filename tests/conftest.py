@@ -18,6 +18,16 @@ settings.load_profile("busy")
 collect_ignore_glob = ["*conftest.py"]
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--quick", action="store_true", help="only the first test of each file that is not slow")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if config.getoption("quick"):
+        first = {item.path: item for item in reversed(items) if not item.get_closest_marker("slow")}
+        items[:] = [item for item in items if first.get(item.path) is item]
+
+
 @pytest.fixture(autouse=True)
 def _repeatable() -> None:
     """Every test starts from the same generator state, on one thread."""

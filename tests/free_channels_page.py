@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import re
 import sys
+import zlib
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
@@ -20,6 +21,8 @@ from models import AWKWARD, Case, randomise
 
 import smcp_fx
 from smcp_fx.channels.graph import ChannelGraph
+from smcp_fx.channels.trail import INPUT
+from smcp_fx.config import MethodConfig
 
 DOCS = Path(__file__).parent.parent / "docs"
 RECORD, PAGE = DOCS / "records" / "free_channels.jsonl", DOCS / "reference" / "free_channels.md"
@@ -64,11 +67,16 @@ this page from it. [What to do about the rest](../guides/what_cannot_be_pruned.m
 """
 
 
-def entry(case: Case, channels: ChannelGraph) -> dict[str, Any]:
-    """The record's line of a network: its kind and name, the share that is free, and why most of the rest stays."""
+def entry(case: Case, prepared: smcp_fx.PreparedModel) -> dict[str, Any]:
+    """The record's line of a network: its kind and name, the share that is free, and why most of the rest stays.
+
+    ``state`` stands for what a state dict holds and how masks lie in it. Where it changes, old ones no longer load.
+    """
+    channels = prepared.channels
     name, free = case.name.replace("_", " ").replace(" s ", "'s "), round(channels.free_share, 2)
     stays = "" if channels.free_share == 1 else _reason(channels)
-    return {"kind": case.build.__module__, "network": name, "free": free, "stays": stays}
+    kind = case.build.__module__
+    return {"kind": kind, "network": name, "free": free, "stays": stays, "state": _state(prepared)}
 
 
 def entries() -> list[dict[str, Any]]:
@@ -90,12 +98,24 @@ def page(found: Sequence[dict[str, Any]]) -> str:
     return text + rest
 
 
+@torch.no_grad()
+def _state(prepared: smcp_fx.PreparedModel) -> str:
+    """A checksum of the state dict's names and shapes, and of the groups' masks where some units are gone."""
+    lines = sorted(f"{name} {list(tensor.shape)}" for name, tensor in prepared.state_dict().items())
+    keep = prepared.smcp.keep
+    before = keep.clone()
+    keep.copy_(torch.arange(keep.numel()) * 40503 // 32 % 2 == 1)
+    lines += sorted(f"{name} {mask.int().tolist()}" for name, mask in prepared.masks.items())
+    keep.copy_(before)
+    return f"{zlib.crc32(chr(10).join(lines).encode()):08x}"
+
+
 def _reason(channels: ChannelGraph) -> str:
     """Why most of the channels stay that a dense layer reads."""
     dense = [layer for layer in channels.layers if layer.kind == "dense"]
     units = (unit for layer in dense for unit in channels.units.of(layer.in_labels).tolist())
-    reasons = (channels.units.why.get(unit, []) for unit in units)
-    texts = Counter(found[0][1] for found in reasons if found and not found[0][1].startswith("network input"))
+    reasons = (channels.units.why.get(unit) for unit in units)
+    texts = Counter(found[0].text for found in reasons if found and found[0].kind != INPUT)
     if not texts:
         return "no layer whose weight is a parameter reads any"
     return re.sub(r"(?<!\w)'[^']*'", "...", texts.most_common(1)[0][0]).replace("|", "/")
@@ -107,8 +127,8 @@ def main() -> int:
     for case in sorted(AWKWARD, key=lambda case: list(KINDS).index(case.build.__module__)):
         model = randomise(case.build()).double().eval()
         inputs = tuple(i.double() if i.is_floating_point() else i for i in case.inputs())
-        prepared = smcp_fx.prepare(model, inputs, config=smcp_fx.PruningConfig(multiple=1), check=False)
-        told.append(entry(case, prepared.channels))
+        config = MethodConfig(multiple=1, batch_norm_scaling=True)
+        told.append(entry(case, smcp_fx.prepare(model, inputs, config=config, check=False)))
     RECORD.write_text("".join(f"{json.dumps(one)}\n" for one in told), encoding="utf-8")
     PAGE.write_text(page(told), encoding="utf-8")
     return 0

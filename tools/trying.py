@@ -44,6 +44,8 @@ def timed_stages() -> dict[str, float]:
 
 def describe(prepared: Any) -> dict[str, Any]:
     """Note the free share of the dense layers' input channels, and what pins the rest."""
+    from smcp_fx.channels.trail import INPUT
+
     graph = prepared.channels
     why: Counter[str] = Counter()
     slots = {"convolution": [0, 0], "linear": [0, 0]}
@@ -52,13 +54,13 @@ def describe(prepared: Any) -> dict[str, Any]:
             continue
         kind = slots["convolution" if len(layer.weight_shape) > 2 else "linear"]
         for unit in graph.units.of(layer.in_labels).tolist():
-            reasons = graph.units.why.get(unit, [])
-            if any(text.startswith("network input") for _, text in reasons):
+            reasons = graph.units.why.get(unit)
+            if any(reason.kind == INPUT for reason in reasons):
                 continue
             kind[0] += not reasons
             kind[1] += 1
             if reasons:
-                why[reasons[0][1]] += 1
+                why[reasons[0].text] += 1
     return {
         "free": graph.free_share,
         "free_convolution": slots["convolution"],

@@ -84,7 +84,7 @@ def _fused(traced: Traced, channels: ChannelGraph, dynamic: set[fx.Node]) -> lis
     blocks: list[list[fx.Node]] = []
     home: dict[fx.Node, int] = {}
     trail = channels.trail
-    crossed = trail.columns.keys() | trail.mixed.keys() | trail.virtual | _folds(traced, channels)
+    crossed = trail.blocks.keys() | trail.mixed.keys() | trail.virtual | _folds(traced, channels)
     for node in traced.module.graph.nodes:
         if not computes(traced, node) or node not in dynamic or node.target is recurrent_weight:
             continue

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from torch import fx, nn
 
-from smcp_fx.channels.weight_parts import CASTS, TURNS
+from smcp_fx.channels.weight_factors import CASTS, TURNS
 from smcp_fx.channels.weight_views import factors, is_layer, is_question, weight_and_bias
 from smcp_fx.tracing.constant_values import ancestors
 from smcp_fx.tracing.operations import operation_of

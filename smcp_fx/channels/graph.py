@@ -22,14 +22,14 @@ from smcp_fx.channels import (
     rules_windows,
     rules_writes,
 )
+from smcp_fx.channels.blocks import by_block
 from smcp_fx.channels.branches import Branches, bits
-from smcp_fx.channels.columns import following, pin_unfollowed
 from smcp_fx.channels.facts import Facts
 from smcp_fx.channels.groups import Group, form_groups
 from smcp_fx.channels.propagation import Propagation, Rule
 from smcp_fx.channels.steadiness import keep_unsteady
-from smcp_fx.channels.trail import Layer, Norm, Trail
-from smcp_fx.channels.units import EMPTY, Units, close
+from smcp_fx.channels.trail import EMPTY, INPUT, Layer, Norm, Reason, Trail
+from smcp_fx.channels.units import Units, close
 from smcp_fx.config import names
 from smcp_fx.cost_model import Width
 from smcp_fx.errors import InputError
@@ -51,14 +51,14 @@ _ROOMS = (
     rules_recurrent,
     rules_mixed,  # after those of plain convolutions
 )
-RULES: dict[str, Rule] = {name: following(rule) for room in _ROOMS for name, rule in room.RULES.items()}
-#: How many reshapes that take positions for channels are tried in a row without one more channel being free.
+RULES: dict[str, Rule] = {name: by_block(rule) for room in _ROOMS for name, rule in room.RULES.items()}
+#: Stop after this many retries that free no further channel.
 _TRIES = 8
 
 
 @dataclass(frozen=True)
 class _Asked:
-    """What a graph is built of: ``mixed_up`` are reshapes that take positions for channels.
+    """The request that a graph is built from. ``mixed_up``: reshapes that take positions for channels.
 
     ``facts``: those of the values at each size, by their ids and by what is turned.
     """
@@ -159,7 +159,7 @@ class ChannelGraph:
         if not dense:
             return 0.0
         slots, count = torch.cat(dense), self.free_units.numel()
-        slots = slots[~self.units.why.with_text("network input", count)[slots]]
+        slots = slots[~self.units.why.of_kind(INPUT, count)[slots]]
         return float((~self.units.why.pinned(count)[slots]).double().mean()) if slots.numel() else 0.0
 
     @functools.cached_property
@@ -197,12 +197,12 @@ class ChannelGraph:
             raise InputError(f"{module_path!r} has {labels.numel()} {side}put channels; {channel} is not one")
         unit = int(self.units.of(labels)[channel])
         head = f"{side}put channel {channel} of {module_path!r}"
-        reasons = self.units.why.get(unit, [])
+        reasons = self.units.why.get(unit)
         index = int(self.group_of_unit[unit]) if unit >= 0 else -1
         lines = [f"{head} belongs to group {self.groups[index].name!r}." if index >= 0 else f"{head}:"]
         if reasons:
             lines.append("It must stay:")
-            lines += [f"  - {why} (at {node!r})" for node, why in reasons]
+            lines += [f"  - {reason.text} (at {reason.node!r})" for reason in reasons]
         else:
             lines.append("It is free. With it go:")
         for path, where, positions in self._slots_of(unit):
@@ -291,7 +291,7 @@ def _propagated(asked: _Asked, values: dict[str, Any], other: dict[str, Any] | N
         turned |= chained
         trail, units = run(turned)
     stuck = _stuck(trail, units)
-    if stuck:  # whole groups of these may go where no channel of each can
+    if stuck:  # these tie all channels into one unit; retry removing whole groups
         for norms in (set[str](), turned) if turned else (turned,):
             found = run(norms | stuck)
             if _pinned(*found) < _pinned(trail, units):
@@ -313,7 +313,6 @@ def _closed(
     while True:
         run = Propagation(asked.module, values, RULES, earlier, other, turned, asked.mixed_up, facts)
         trail = run.run()
-        pin_unfollowed(run)
         rules_mixed.pin_read_otherwise(run)
         _exclude(run, asked.exclude, asked.keep_first_layer)
         units = close(trail)
@@ -323,30 +322,30 @@ def _closed(
 
 
 def _chained(trail: Trail, units: Units) -> set[str]:
-    """Group norms that tie each other's groups together, so that hardly any group could go; `Trail.passed`."""
-    known = {name: torch.unique(units.of(labels)) for name, (_, labels) in trail.grouped.items()}
+    """Group norms that tie each other's groups, so that few groups could go, and the products in `Trail.passed`."""
+    members = {name: torch.unique(units.of(labels)) for name, (_, labels) in trail.grouped.items()}
     stuck: set[int] = set()
     for name, (groups, labels) in trail.grouped.items():
-        own, each = known[name][known[name] >= 0], labels.numel() // groups
+        own, each = members[name][members[name] >= 0], labels.numel() // groups
         if each > 1 and 0 < own.numel() <= max(1, min(groups, each) // 4):
             stuck.update(own.tolist())
     return trail.passed | {
         name
         for name, (groups, labels) in trail.grouped.items()
-        if labels.numel() > groups and not stuck.isdisjoint(known[name].tolist())
+        if labels.numel() > groups and not stuck.isdisjoint(members[name].tolist())
     }
 
 
 def _stuck(trail: Trail, units: Units) -> set[str]:
     """Grouped convolutions that tie all their channels together, which must then stay for that alone."""
-    found = set()
+    stuck = set()
     for name, (_, sides) in trail.within.items():
         for labels in sides:
-            known = torch.unique(units.of(labels))
-            reasons = units.why.get(int(known[0]), []) if known.numel() == 1 and labels.numel() > 1 else []
-            if reasons and all(why.startswith(EMPTY) for _, why in reasons):
-                found.add(name)
-    return found
+            members = torch.unique(units.of(labels))
+            reasons = units.why.get(int(members[0])) if members.numel() == 1 and labels.numel() > 1 else []
+            if reasons and all(reason.kind == EMPTY for reason in reasons):
+                stuck.add(name)
+    return stuck
 
 
 def _pinned(trail: Trail, units: Units) -> int:
@@ -362,14 +361,16 @@ def _read(trail: Trail, units: Units) -> Tensor:
 
 
 def _keep_unread(trail: Trail, units: Units) -> Units:
-    """Pin channels that only such a statistic reads whose mask has no gradient: nothing says what they are worth."""
+    """Pin channels that are read by statistics without mask gradients alone: nothing says what they are worth."""
     scored = units.among(mix.labels for mix in trail.mixes if mix.scores) | _read(trail, units)
     mixed = units.among(mix.labels for mix in trail.mixes)
     kept = (mixed & ~scored & ~units.why.pinned(units.count)).nonzero().flatten()
     if not kept.numel():
         return units
     where = next(mix.node for mix in trail.mixes if bool(torch.isin(units.of(mix.labels), kept).any()))
-    why = units.why.and_also(kept, where, f"no layer reads it, but {where!r}, which is made of all channels")
+    why = units.why.and_also(
+        kept, Reason(where, f"no layer reads it, but {where!r}, which is made of all channels")
+    )
     return Units(units.unit, why)
 
 

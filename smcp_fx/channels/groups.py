@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from smcp_fx.channels.labels import narrow_uniform
-from smcp_fx.channels.trail import Trail
+from smcp_fx.channels.trail import Reason, Trail
 from smcp_fx.channels.units import Units, Why
 from smcp_fx.tracing.trees import leaves_of
 
@@ -52,12 +52,12 @@ def form_groups(trail: Trail, units: Units, multiple: int) -> tuple[list[Group],
     """Group units with the same slots in the same weights. Also returns the units, with unproduced ones pinned."""
     table, orphans = _slots_of(trail, units)
     if orphans.numel():
-        units = Units(units.unit, units.why.and_also(orphans, "", "no layer produces it"))
+        units = Units(units.unit, units.why.and_also(orphans, Reason("", "no layer produces it")))
     found = []
     order = {layer.path: index for index, layer in enumerate(trail.layers)}
     for members in table.alike(units.why):
         channels = table.of(int(members[0]))
-        pinned = tuple(sorted({why for _, why in units.why.get(int(members[0]), [])}))
+        pinned = tuple(sorted({reason.text for reason in units.why.get(int(members[0]))}))
         place = min(order[path] + (side == "in") / 2 for path, side in channels if path in order)
         found.append((place, channels, pinned, members))
     groups: list[Group] = []
@@ -173,7 +173,7 @@ class _Slots:
         rows = torch.cat(self._rows, dim=1)
         self._sorted = rows[:, torch.argsort(rows[0], stable=True)]
         texts: dict[str, int] = {}
-        number = torch.tensor([texts.setdefault(text, len(texts)) for _, text in why.texts] or [0])
+        number = torch.tensor([texts.setdefault(text, len(texts)) for _, text, _ in why.texts] or [0])
         reasons = torch.unique(torch.stack([why.units, number[why.reasons]]), dim=1)
         generator = torch.Generator().manual_seed(0)
         total = torch.zeros(self.present.numel(), dtype=torch.int64)

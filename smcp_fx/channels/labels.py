@@ -8,7 +8,7 @@ which the labels do not change is kept at stride 0, so that it costs no memory.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import torch
 from torch import Tensor
@@ -42,6 +42,12 @@ def narrow_uniform(labels: Tensor, keep: Sequence[int] = ()) -> Tensor:
         for dim, (size, stride) in enumerate(zip(labels.shape, strides, strict=True))
     ]
     return labels.as_strided(sizes, strides, labels.storage_offset())
+
+
+def at_first(labels: Tensor, keep: Collection[int]) -> Tensor:
+    """Return the labels with every dimension at size 1, at index 0, but those in ``keep``."""
+    sizes = [size if dim in keep else min(size, 1) for dim, size in enumerate(labels.shape)]
+    return labels.as_strided(sizes, labels.stride(), labels.storage_offset())
 
 
 def reshaped(labels: Tensor, shape: Sequence[int]) -> Tensor:

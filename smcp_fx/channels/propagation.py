@@ -17,13 +17,15 @@ import torch
 from torch import Tensor, fx, nn
 
 from smcp_fx.channels.facts import Facts
-from smcp_fx.channels.labels import compact, narrow_uniform, uniform, varied_dims
+from smcp_fx.channels.labels import at_first, compact, narrow_uniform, uniform, varied_dims
 from smcp_fx.channels.trail import (
+    INPUT,
     Call,
     ConstantRef,
     MadeRef,
     ParameterRef,
     ParameterView,
+    Reason,
     Trail,
     constant_made_by,
     named_leaves,
@@ -73,7 +75,8 @@ class Propagation:
         self._asked: Counter[str] = Counter()
         self._alone: list[tuple[int, int]] = []  # the labels of parameters that belong to no layer
         self.seen: Tensor | None = None
-        self.as_tensors: set[str] = set()  # parameters that products and others read alike: codebooks
+        self.as_tensors: set[str] = set()  # parameters read as weights and also element by element: codebooks
+        self.contracted: set[fx.Node] = set()  # products that sum over a block of a matrix: `channels.blocks`
         if earlier is not None:  # the same nodes get the same labels, so that the earlier ties still hold
             self.trail.ties = list(earlier[0].ties)
             self.trail.origins = dict(earlier[0].origins)
@@ -92,21 +95,21 @@ class Propagation:
         """Hand out ``count`` new labels on behalf of a node."""
         key = (node, self._asked[node])
         self._asked[node] += 1
-        first, known = self.trail.origins.get(key, (0, -1))
-        if known != count:
+        first, size = self.trail.origins.get(key, (0, -1))
+        if size != count:
             first = self.trail.count
             self.trail.count += count
             self.trail.origins[key] = (first, count)
         return torch.arange(first, first + count)
 
-    def reason(self, node: str, why: str) -> int:
+    def reason(self, node: str, why: str, kind: str = "") -> int:
         """Register a reason and return its index."""
-        self.trail.reasons.append((node, why))
+        self.trail.reasons.append(Reason(node, why, kind))
         return len(self.trail.reasons) - 1
 
-    def fixed(self, node: str, why: str) -> int:
+    def fixed(self, node: str, why: str, kind: str = "") -> int:
         """Return a negative label: a source whose elements always stay."""
-        return -1 - self.reason(node, why)
+        return -1 - self.reason(node, why, kind)
 
     def pin(self, labels: Tensor, node: str, why: str) -> None:
         """Mark these channels as ones that must stay."""
@@ -143,8 +146,8 @@ class Propagation:
             return labels
         core = narrow_uniform(labels)
         count = self.seen.numel()  # labels from there on are new in this run, and larger than any unit
-        known = self.seen[core.clamp(min=0, max=count - 1)]
-        return compact(torch.where((core > 0) & (core < count), known, core).expand(labels.shape))
+        units = self.seen[core.clamp(min=0, max=count - 1)]
+        return compact(torch.where((core > 0) & (core < count), units, core).expand(labels.shape))
 
     def varied(self, labels: Tensor) -> list[int]:
         """Dimensions along which the labels change, merged by the ties of the earlier run."""
@@ -229,6 +232,17 @@ class Propagation:
         place = torch.searchsorted(first, core, right=True) - 1
         return bool(((place >= 0) & (core <= last[place.clamp(min=0)])).all())
 
+    def reads_blocks(self, node: fx.Node) -> list[fx.Node]:
+        """The tensors with a second block of channels that the node reads."""
+        blocks = self.trail.blocks
+        return [source for source in node.all_input_nodes if source.name in blocks] if blocks else []
+
+    def pin_blocks(self, node: fx.Node) -> None:
+        """Keep the second block's channels of what the node reads."""
+        for source in self.reads_blocks(node):
+            why = f"columns of a matrix of channels by channels, which {node.name!r} reads"
+            self.pin(self.trail.blocks[source.name], node.name, why)
+
     # ---- parameters -------------------------------------------------------------------------------------
 
     def parameter(self, path: str) -> str:
@@ -261,8 +275,11 @@ class Propagation:
 
     def _execute(self, node: fx.Node) -> Any:
         value = self.values[node.name]
+        if self.trail.blocks and (node.op == "output" or not (_has_tensors(value) or _asks_no_size(node))):
+            self.pin_blocks(node)
         if node.op == "placeholder":
-            source = self.fixed(node.name, node.meta.get(ORIGIN, f"network input {node.name!r}"))
+            kind = "" if ORIGIN in node.meta else INPUT
+            source = self.fixed(node.name, node.meta.get(ORIGIN, f"network input {node.name!r}"), kind)
             return self.filled(value, source)
         if name := self.computed.get(node.name):
             return ParameterRef(name, self.trail.computed[name].shape)
@@ -286,7 +303,7 @@ class Propagation:
             return None
         module = self._called(node)
         call = Call(node, operation_name(node, module), tuple(args), dict(kwargs), module, value)
-        if call.name != "setitem" and not any(isinstance(v, TensorInfo) for v in leaves_of(value)):
+        if call.name != "setitem" and not _has_tensors(value):
             if call.name not in _QUESTIONS and tensor_leaves((args, kwargs)):
                 # A number computed from a tensor's values, or an object that holds tensors out of our sight.
                 returned = bool(node.users) and all(user.op == "output" for user in node.users)
@@ -304,8 +321,8 @@ class Propagation:
         if rule is None:
             return self.unknown(call)
         if not (has(call.name, Trait.ELEMENTWISE | Trait.JOINS) or str(call.name).startswith(_LABELLING)):
-            given = (call.args, call.kwargs)
-            args, kwargs = mapped(lambda v: self.of(v) if isinstance(v, MadeRef) else v, given)
+            operands = (call.args, call.kwargs)
+            args, kwargs = mapped(lambda v: self.of(v) if isinstance(v, MadeRef) else v, operands)
             call = replace(call, args=args, kwargs=kwargs)
         try:
             result = rule(self, call)
@@ -343,8 +360,8 @@ class Propagation:
         if not isinstance(value, TensorInfo):
             return value
         if not value.is_continuous and target not in self._written:
-            known = held(self.module, target).detach().cpu().clone()
-            return ConstantRef(self.parameter(target), value.shape, known)
+            integers = held(self.module, target).detach().cpu().clone()
+            return ConstantRef(self.parameter(target), value.shape, integers)
         return ParameterRef(self.parameter(target), value.shape)
 
     def filled(self, value: Any, label: int) -> Any:
@@ -354,26 +371,37 @@ class Propagation:
     def unknown(self, call: Call, why: str | None = None) -> Any:
         """Pin everything the call touches; its output always stays."""
         why = why or call.unknown
+        self.pin_blocks(call.node)
         for leaf in tensor_leaves((call.args, call.kwargs)):
-            if isinstance(leaf, ParameterRef):
-                self.fix_parameter(leaf, call.node.name, why)
-            else:
-                self.pin(leaf, call.node.name, why)
+            self.keep(leaf, call.node.name, why)
         if call.module is not None:  # its parameters stay as they are, also where others share them
             for name, tensor in (*call.module.named_parameters(), *call.module.named_buffers()):
                 reference = ParameterRef(self.parameter(f"{call.node.target}.{name}"), tuple(tensor.shape))
-                self.fix_parameter(reference, call.node.name, why)
+                self.keep(reference, call.node.name, why)
         return self.filled(call.value, self.fixed(call.node.name, why))
 
-    def fix_parameter(self, parameter: ParameterRef, node: str, why: str) -> None:
-        """Pin a whole parameter, without labelling its elements."""
-        parameter = parameter.base
+    def keep(self, value: Any, node: str, why: str) -> None:
+        """Pin a whole tensor, if it is one; a parameter without labels for its elements."""
+        if isinstance(value, Tensor):
+            self.pin(value, node, why)
+        if not isinstance(value, ParameterRef):
+            return
+        parameter = value.base
         for labels in self.trail.slots.get(parameter.name, {}).values():
             self.pin(labels, node, why)
         if parameter.name in self.trail.elements:
             self.pin(self.trail.elements[parameter.name], node, why)
         else:
             self.trail.elements[parameter.name] = uniform(self.fixed(node, why), parameter.shape)
+
+
+def _has_tensors(value: Any) -> bool:
+    return any(isinstance(leaf, TensorInfo) for leaf in leaves_of(value))
+
+
+def _asks_no_size(node: fx.Node) -> bool:
+    """Does the node ask about a tensor what the number of its channels does not answer?"""
+    return node.target == "dim" or (node.target is getattr and node.args[1] in ("ndim", "dtype", "device"))
 
 
 def _single(value: ParameterRef) -> str:
@@ -385,7 +413,4 @@ def channel_labels(run: Propagation, labels: Tensor, dim: int) -> Tensor:
     for other in run.varied(labels):
         if other != dim:
             labels = run.tie_along(labels, other)
-    for other in range(labels.dim()):
-        if other != dim:
-            labels = labels.narrow(other, 0, 1)
-    return labels.reshape(-1)
+    return at_first(labels, [dim]).reshape(-1)

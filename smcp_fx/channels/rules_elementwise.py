@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from smcp_fx.channels.labels import compact, stays, uniform, varied_dims
+from smcp_fx.channels.labels import at_first, compact, stays, uniform, varied_dims
 from smcp_fx.channels.places import is_index, keeps_values
 from smcp_fx.channels.propagation import Propagation, Rule
 from smcp_fx.channels.trail import Call, ConstantRef, ParameterRef, Spread, constant_made_by, tensor_leaves
@@ -24,9 +24,9 @@ def elementwise(run: Propagation, call: Call) -> Any:
     An operand of size 1 where another varies is read by all of those channels: see `bring_together`.
     """
     shape = call.shape
-    given = call.args[0] if call.args else None
-    if isinstance(given, ConstantRef) and keeps_values(call.name) and is_index(call.node):
-        return ConstantRef(f"{given.name} of {call.node.name}", shape, given.value.to(call.value.dtype))
+    first = call.args[0] if call.args else None
+    if isinstance(first, ConstantRef) and keeps_values(call.name) and is_index(call.node):
+        return ConstantRef(f"{first.name} of {call.node.name}", shape, first.value.to(call.value.dtype))
     if has(call.name, Trait.SAME) and _gives_places(call):
         return run.unknown(call, f"{call.node.name!r} is read as an index")
     leaves = tensor_leaves((call.args, call.kwargs))
@@ -65,11 +65,9 @@ def bring_together(run: Propagation, call: Call, operands: list[Tensor], shape: 
             run.pin(labels, call.node.name, f"meets values that stay in {call.node.name!r}")
         return uniform(int(stay[0].flatten()[0]), shape)
     whole = [labels for labels in stay if all(labels.shape[dim] == shape[dim] for dim in varied)]
-    if (
-        whole and varied
-    ):  # what meets it stays, too, and tells nothing apart: positions' biases that a layer made
+    if whole and varied:  # operands added to a pinned full-size tensor (biases of positions) are pinned too
         for labels in padded:
-            run.tie(_core(labels, varied), _core(whole[0], varied))
+            run.tie(at_first(labels, varied), at_first(whole[0], varied))
         return uniform(int(whole[0].flatten()[0]), shape)
     why = f"one value read by every channel in {call.node.name!r}"
     full, spread = [], []
@@ -83,7 +81,7 @@ def bring_together(run: Propagation, call: Call, operands: list[Tensor], shape: 
     if len(full) == 1:
         merged = full[0].expand(shape)
     else:
-        cores = [_core(labels, varied) for labels in full]
+        cores = [at_first(labels, varied) for labels in full]
         size = [shape[dim] if dim in varied else 1 for dim in range(len(shape))]
         merged = _merged(run, call, cores, size)
         if all(map(run.is_alone, padded)):
@@ -95,7 +93,7 @@ def bring_together(run: Propagation, call: Call, operands: list[Tensor], shape: 
         for dim in set(varied_dims(labels)) - set(varied_dims(merged)):  # the result has one channel there
             labels = run.tie_along(labels, dim)
         reason = run.reason(call.node.name, why)
-        run.trail.spread.append(Spread(_core(merged, varied), _core(labels, varied), reason))
+        run.trail.spread.append(Spread(at_first(merged, varied), at_first(labels, varied), reason))
     return merged
 
 
@@ -104,9 +102,9 @@ def _merged(run: Propagation, call: Call, cores: list[Tensor], size: list[int]) 
     total = math.prod(size)
     place, count = torch.zeros(total, dtype=torch.int64), 1
     for core in cores:
-        known, inverse = torch.unique(core, return_inverse=True)
-        found, place = torch.unique(place * known.numel() + inverse.reshape(-1), return_inverse=True)
-        count = found.numel()
+        labels, inverse = torch.unique(core, return_inverse=True)
+        pairs, place = torch.unique(place * labels.numel() + inverse.reshape(-1), return_inverse=True)
+        count = pairs.numel()
     if not cores or count == total or not bool(torch.stack([core > 0 for core in cores]).any(0).all()):
         place, count = torch.arange(total), total
     return run.fresh(call.node.name, count)[place].reshape(size)
@@ -114,7 +112,7 @@ def _merged(run: Propagation, call: Call, cores: list[Tensor], size: list[int]) 
 
 def choice(run: Propagation, call: Call) -> Any:
     """What `train()` or `eval()` computed: tied, as an addition ties, and pinned where the two have other shapes."""
-    evaluated, trained = (pytree.tree_flatten(_labelled(run, given)) for given in call.args[1:])
+    evaluated, trained = (pytree.tree_flatten(_labelled(run, side)) for side in call.args[1:])
     effect = all(user.target is call.node.target for user in call.node.users)
     if not call.node.users or (effect and [None] in (evaluated[0], trained[0])):
         return pytree.tree_unflatten(*(evaluated if evaluated[0] != [None] else trained))
@@ -152,8 +150,7 @@ def pooling(run: Propagation, call: Call) -> Any:
     for dim in run.varied(labels):
         if dim >= labels.dim() - spatial:
             labels = run.tie_along(labels, dim)
-    for dim in range(labels.dim() - spatial, labels.dim()):
-        labels = labels.narrow(dim, 0, 1)
+    labels = at_first(labels, range(labels.dim() - spatial))
     return mapped(lambda v: compact(labels.expand(v.shape)) if isinstance(v, TensorInfo) else v, call.value)
 
 
@@ -169,13 +166,6 @@ def glu(run: Propagation, call: Call) -> Any:
 def like(call: Call, labels: Tensor) -> Any:
     """The labels for every output tensor of the call, each in its own shape."""
     return mapped(lambda v: labels.expand(v.shape) if isinstance(v, TensorInfo) else v, call.value)
-
-
-def _core(labels: Tensor, varied: set[int]) -> Tensor:
-    for dim in range(labels.dim()):
-        if dim not in varied:
-            labels = labels.narrow(dim, 0, 1)
-    return labels
 
 
 def _spatial_rank(call: Call) -> int:

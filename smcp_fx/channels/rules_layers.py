@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -28,37 +27,36 @@ def convolution(run: Propagation, call: Call) -> Any:
     varied = run.varied(labels)
     if varied and max(varied) < axis:  # channels folded into the batch: each is convolved on its own
         for parameter in weights:
-            if parameter is not None:
-                run.fix_parameter(parameter, call.node.name, "mixes along a dimension without channels")
+            run.keep(parameter, call.node.name, "mixes along a dimension without channels")
         return labels[(slice(None),) * axis + (slice(1),) * (rank + 1)].expand(call.shape)
     if varied and axis not in varied:
         return _sliding(run, call, labels, varied, weights)
     inputs = channel_labels(run, labels, axis)
     channels, out_channels = inputs.numel(), call.shape[axis]
-    if groups > 1 and (groups == channels or call.node.name in run.turned):
-        rows = inputs.reshape(groups, -1)
-        run.tie(rows, rows[:, :1].expand_as(rows))
-        outputs = renamed(run, call, rows[:, 0].repeat_interleave(out_channels // groups))
-        per_slot = inputs if transposed else outputs
-        first = weight.place(0)
-        if first is None:
-            return run.unknown(call, "a weight that lacks a dimension for its channels")
-        run.slot(weight.name, first, per_slot)
-        kind, in_dim, out_dim, in_slots, out_slots = "depthwise", first, first, inputs, per_slot
-    else:
-        return dense_convolution(run, call, labels, inputs, weights, groups)
+    if groups == 1 or not (groups == channels or call.node.name in run.turned):
+        return dense_convolution(run, call, labels, weights, groups)
+    rows = inputs.reshape(groups, -1)
+    run.tie(rows, rows[:, :1].expand_as(rows))
+    outputs = renamed(run, call, rows[:, 0].repeat_interleave(out_channels // groups))
+    per_slot = inputs if transposed else outputs
+    first = weight.place(0)
+    if first is None:
+        return run.unknown(call, "a weight that lacks a dimension for its channels")
+    run.slot(weight.name, first, per_slot)
     if bias is not None:
         run.slot(bias.name, 0, outputs)
-    slots, channel_pair = (in_slots, out_slots), (inputs, outputs)
-    shape, dims = tuple(labels.shape), (in_dim, out_dim)
-    record(run, call, weight, bias, kind, dims, groups, slots, channel_pair, shape, (axis, axis))
+    sides, shape = ((inputs, per_slot), (inputs, outputs)), tuple(labels.shape)
+    record(run, call, weight, bias, "depthwise", (first, first), groups, *sides, shape, (axis, axis))
     return place(outputs, call.shape, axis)
 
 
 def _kernel_a_channel(run: Propagation, call: Call, groups: int) -> Any:
     """A depthwise convolution by kernels that are computed, one a channel: these go with the channels."""
     why = _not_plain(run, call, "convolution")
-    labels, given = run.of(call.argument(0, "input")), [call.argument(1, "weight"), call.argument(2, "bias")]
+    labels, kernels = (
+        run.of(call.argument(0, "input")),
+        [call.argument(1, "weight"), call.argument(2, "bias")],
+    )
     axis = labels.dim() - int((call.name or "")[-2]) - 1
     channels = labels.shape[axis]
     source = call.node.args[0]
@@ -68,7 +66,7 @@ def _kernel_a_channel(run: Propagation, call: Call, groups: int) -> Any:
     in_one_line = torch.unique(inputs).numel() < channels  # the channels of all images
     if in_one_line and not run.follows_input(source, axis):
         return run.unknown(call, why)
-    for one in given:
+    for one in kernels:
         if one is not None:
             run.tie(channel_labels(run, run.of(one, [0 - len(one.shape)]), 0), inputs)
     run.trail.kernels[call.node.name] = axis
@@ -85,8 +83,7 @@ def _sliding(
     """A convolution whose window slides over the channels, of the weights of channel attention (ECA), say."""
     why = f"{call.node.name!r} slides over the channels"
     for parameter in weights:
-        if parameter is not None:
-            run.fix_parameter(parameter, call.node.name, why)
+        run.keep(parameter, call.node.name, why)
     run.blind = True
     if (
         len(varied) == 1
@@ -101,8 +98,8 @@ def _sliding(
 def at_full_width(run: Propagation, call: Call, labels: Tensor, dim: int) -> Any:
     """What slides over the channels reads all of them, with zeros in the place of those that are not kept."""
     channels = channel_labels(run, labels, dim)
-    found = narrow_uniform(place(channels, tuple(labels.shape), dim))
-    run.trail.mixes.append(Mix(call.node.name, 0, found, "zero"))
+    masked = narrow_uniform(place(channels, tuple(labels.shape), dim))
+    run.trail.mixes.append(Mix(call.node.name, 0, masked, "zero"))
     run.trail.full[call.node.name] = dim
     return place(renamed(run, call, channels), call.shape, dim)
 
@@ -111,43 +108,15 @@ def dense_convolution(
     run: Propagation,
     call: Call,
     labels: Tensor,
-    inputs: Tensor,
     weights: tuple[ParameterRef, ParameterRef | None],
     groups: int,
 ) -> Any:
-    """A convolution that consumes and produces; ``inputs``: its input's channels, which stand before space."""
+    """A convolution that consumes and produces."""
     weight, bias = weights
     if not _is_plain(run, weight, bias):
         return run.unknown(call, _not_plain(run, call, "convolution"))
-    transposed = "transpose" in (call.name or "")
-    axis = labels.dim() - len(weight.shape) + 1
-    places = [weight.place(dim) for dim in ((0, 1) if transposed else (1, 0))]
-    if None in places:
-        return run.unknown(call, "a weight that lacks a dimension for its channels")
-    in_dim, out_dim = (place for place in places if place is not None)
-    known = run.trail.slots.get(weight.name, {}).get(out_dim)
-    if known is None:
-        outputs = run.fresh(call.node.name, call.shape[axis])
-    else:
-        outputs = renamed(run, call, known.repeat(groups) if transposed and groups > 1 else known)
-    inputs = own_inputs(run, call, inputs)
-    in_slots, out_slots = inputs, outputs
-    if groups > 1:
-        rows = inputs.reshape(groups, -1)
-        run.tie(rows, rows[:1].expand_as(rows))
-        run.trail.within[call.node.name] = groups, (inputs, outputs)
-        columns = outputs.reshape(groups, -1)
-        run.tie(columns, columns[:1].expand_as(columns))
-        in_slots = inputs if transposed else rows[0]
-        out_slots = columns[0] if transposed else outputs
-    run.slot(weight.name, in_dim, in_slots)
-    run.slot(weight.name, out_dim, out_slots)
-    if bias is not None:
-        run.slot(bias.name, 0, outputs)
-    slots, channel_pair = (in_slots, out_slots), (inputs, outputs)
-    shape, dims = tuple(labels.shape), (in_dim, out_dim)
-    record(run, call, weight, bias, "dense", dims, groups, slots, channel_pair, shape, (axis, axis))
-    return place(outputs, call.shape, axis)
+    axis, dims = labels.dim() - len(weight.shape) + 1, (0, 1) if "transpose" in (call.name or "") else (1, 0)
+    return dense(run, call, labels, weight, bias, dims=dims, axes=(axis, axis), groups=groups)
 
 
 def _not_plain(run: Propagation, call: Call, kind: str) -> str:
@@ -181,10 +150,11 @@ def dense(
     *,
     dims: tuple[int, int],
     axes: tuple[int, int],
+    groups: int = 1,
 ) -> Any:
-    """A product of one dimension with a matrix of parameters: `linear`, `x @ weight`, `weight @ x`, an einsum.
+    """A layer with a weight that is a parameter: convolutions, `linear`, `x @ weight`, `weight @ x`, an einsum.
 
-    ``dims``: the matrix's dimensions of input and output channels, whatever parameter it is a view of; ``axes``:
+    ``dims``: the weight's dimensions of input and output channels, whatever parameter it is a view of; ``axes``:
     their dimensions in the input and in the output, of which the others keep their order.
     """
     places = [weight.place(dim % len(weight.shape)) for dim in dims]
@@ -197,19 +167,28 @@ def dense(
     if varied and axis not in varied:
         # Mixes along a uniform dimension (tokens): the channels elsewhere pass, the weight stays whole.
         for parameter in (weight, bias):
-            if parameter is not None:
-                run.fix_parameter(parameter, call.node.name, "mixes along a dimension without channels")
+            run.keep(parameter, call.node.name, "mixes along a dimension without channels")
         return labels.narrow(axis, 0, 1).movedim(axis, out_axis).expand(call.shape)
     inputs = own_inputs(run, call, channel_labels(run, labels, axis))
-    known = run.trail.slots.get(weight.name, {}).get(out_dim)
-    outputs = run.fresh(call.node.name, call.shape[out_axis]) if known is None else renamed(run, call, known)
-    run.slot(weight.name, in_dim, inputs)
-    run.slot(weight.name, out_dim, outputs)
+    slots = run.trail.slots.get(weight.name, {}).get(out_dim)
+    transposed = "transpose" in (call.name or "")
+    if slots is None:
+        outputs = run.fresh(call.node.name, call.shape[out_axis])
+    else:
+        outputs = renamed(run, call, slots.repeat(groups) if transposed else slots)
+    in_slots, out_slots = inputs, outputs
+    if groups > 1:  # the channels of equal places in each group go together
+        rows, columns = inputs.reshape(groups, -1), outputs.reshape(groups, -1)
+        for side in (rows, columns):
+            run.tie(side, side[:1].expand_as(side))
+        run.trail.within[call.node.name] = groups, (inputs, outputs)
+        in_slots, out_slots = (inputs, columns[0]) if transposed else (rows[0], outputs)
+    run.slot(weight.name, in_dim, in_slots)
+    run.slot(weight.name, out_dim, out_slots)
     if bias is not None:
         run.slot(bias.name, 0, outputs)
-    channels, shape = (inputs, outputs), tuple(labels.shape)
-    pair = in_dim, out_dim
-    record(run, call, weight, bias, "dense", pair, 1, channels, channels, shape, (axis, out_axis))
+    sides, pair, shape = ((in_slots, out_slots), (inputs, outputs)), (in_dim, out_dim), tuple(labels.shape)
+    record(run, call, weight, bias, "dense", pair, groups, *sides, shape, (axis, out_axis))
     return place(outputs, call.shape, out_axis)
 
 
@@ -269,9 +248,12 @@ def batch_norm(run: Propagation, call: Call) -> Any:
     labels = run.of(call.argument(0, "input"))
     axis = 0 if call.name == "instancenorm" and labels.dim() == _unbatched_rank(call) else 1
     channels = channel_labels(run, labels, axis)
-    if not carry_parameters(run, call, channels, {1: "running_mean", 2: "running_var"}):
-        return run.unknown(call, "a batch norm whose statistics are computed, not buffers")
-    for weight in affine_of(run, call, {3: "weight", 4: "bias"}):
+    for statistic in own_values(run, call, {1: "running_mean", 2: "running_var"}):
+        if isinstance(statistic, ParameterRef):
+            run.slot(statistic.name, 0, channels)
+        elif statistic is not None:
+            return run.unknown(call, "a batch norm whose statistics are computed, not buffers")
+    for weight in own_values(run, call, {3: "weight", 4: "bias"}):
         go_with(run, weight, channels, 0, (channels.numel(),))
     if call.name == "batchnorm" and call.module is not None:
         run.trail.norms.append(Norm(call.node.name, str(call.node.target), channels))
@@ -344,29 +326,8 @@ def own_parameter(run: Propagation, call: Call, attribute: str) -> ParameterRef 
     return ParameterRef(run.parameter(f"{call.node.target}.{attribute}"), tuple(tensor.shape))
 
 
-def carry_parameters(run: Propagation, call: Call, channels: Tensor, names: dict[int, str]) -> bool:
-    """Record the slots of a normalisation's parameters; False when one of them is not a parameter."""
-    for position, name in names.items():
-        value = own_parameter(run, call, name) if call.module is not None else call.argument(position, name)
-        if isinstance(value, ParameterRef):
-            run.slot(value.name, 0, channels)
-        elif value is not None:
-            return False
-    return True
-
-
-def fix_own(run: Propagation, call: Call, names: Sequence[str], why: str) -> None:
-    """Keep a norm's parameters whole; ``names``: in the order of the function's arguments."""
-    for position, name in enumerate(names, 1):
-        value = own_parameter(run, call, name) if call.module is not None else call.argument(position, name)
-        if isinstance(value, ParameterRef):
-            run.fix_parameter(value, call.node.name, why)
-        elif isinstance(value, Tensor):
-            run.pin(value, call.node.name, why)
-
-
-def affine_of(run: Propagation, call: Call, names: dict[int, str]) -> list[Any]:
-    """A norm's weight and bias: parameters, labels of what is computed, or None."""
+def own_values(run: Propagation, call: Call, names: dict[int, str]) -> list[Any]:
+    """A norm's weights or statistics, by position and name: parameters, labels of computed tensors, or None."""
     if call.module is not None:
         return [own_parameter(run, call, name) for name in names.values()]
     return [call.argument(position, name) for position, name in names.items()]

@@ -1,6 +1,7 @@
 """Channel rules of layers whose weight is computed from the input, and of statistics of layers' weights.
 
-See `channels.mixed_weights` and `channels.weight_statistics`.
+See `channels.mixed_weights` and `channels.weight_statistics`. There, each kind of channels has a name ("in", "out",
+or a product's); here, ``slots`` has the labels of each kind.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from smcp_fx.channels.rules_elementwise import bring_together
 from smcp_fx.channels.rules_layers import own_inputs, record
 from smcp_fx.channels.rules_statistics import correction, form_of
 from smcp_fx.channels.trail import Call, Mix, Mixed, ParameterRef
-from smcp_fx.channels.weight_parts import NORMS, PRODUCTS, REDUCTIONS, Parts
+from smcp_fx.channels.weight_factors import NORMS, PRODUCTS, REDUCTIONS, Parts
 from smcp_fx.channels.weight_statistics import WeightStatistics
 from smcp_fx.tracing.operations import operation_of
 
@@ -55,15 +56,15 @@ def _pin_parts(run: Propagation, name: str, mixed: Mixed) -> None:
 # ---- layers ---------------------------------------------------------------------------------------------
 
 
-def mixture(run: Propagation, call: Call, found: MixedWeight) -> Any:
-    """Consumes and produces, as with a weight that is a parameter; what computes the weight loses these channels."""
-    reading = found.reading
+def mixture(run: Propagation, call: Call, weight: MixedWeight) -> Any:
+    """Consumes and produces channels; the tensors that the weight is computed from lose the same channels."""
+    reading = weight.reading
     product = (call.name or "") in PRODUCTS.keys() - {"linear"}
     labels = run.of(call.args[reading.operand] if product else call.argument(0, "input"))
     axis, out_axis = reading.axes
     varied = run.varied(labels)
     if product and varied and axis not in varied:
-        return _of_positions(run, call, found, labels)
+        return _of_positions(run, call, weight, labels)
     groups, images = 1 if product else int(call.option(6, "groups", 1)), reading.images
     transposed = "transpose" in (call.name or "")
     rows = channel_labels(run, labels, axis).reshape(images, -1)
@@ -76,108 +77,87 @@ def mixture(run: Propagation, call: Call, found: MixedWeight) -> Any:
             own = side.reshape(groups // images, -1)
             run.tie(own, own[:1].expand_as(own))
             slots[kind] = own[0] if kind == ("out" if transposed else "in") else side
-    sources = _record_parts(run, call, found, slots)
+    sources = _record_parts(run, call, weight, slots)
     bias = None if product else call.argument(2, "bias")
     if bias is not None:
         run.tie(channel_labels(run, run.of(bias), 0).reshape(images, -1), outputs.expand(images, -1))
     source = run.trail.computed[sources[0]].source if sources[0] in run.trail.computed else sources[0]
-    weight = ParameterRef(sources[0], reading.shape)
-    pairs = (slots["in"], slots["out"]), (inputs, outputs)
     shape = tuple(labels.shape)
     if images > 1:
         shape = (images * shape[0], inputs.numel(), *shape[axis + 1 :])
-    own_dims, read = reading.dims, reading.result.name
-    record(
-        run,
-        call,
-        weight,
-        None,
-        "dense",
-        own_dims,
-        groups // images,
-        *pairs,
-        shape,
-        reading.axes,
-        source,
-        read=read,
-    )
+    parameter, side_slots = ParameterRef(sources[0], reading.shape), (slots["in"], slots["out"])
+    layer = parameter, None, "dense", reading.dims, groups // images, side_slots, (inputs, outputs), shape
+    record(run, call, *layer, reading.axes, source, read=reading.result.name)
     made = place(outputs.repeat(images), call.shape, out_axis)
     if (call.name or "") not in ("addmm", "baddbmm"):
         return made
-    told = [dim - made.dim() for dim in varied_dims(made)]
-    return bring_together(run, call, [run.of(call.args[0], told), made], call.shape)
+    dims = [dim - made.dim() for dim in varied_dims(made)]
+    return bring_together(run, call, [run.of(call.args[0], dims), made], call.shape)
 
 
-def _of_positions(run: Propagation, call: Call, found: MixedWeight, labels: Tensor) -> Tensor:
-    """A matrix that mixes positions: the channels pass, and what makes the matrix reads its own."""
-    read = {product.args[operand] for product, operand, _ in found.reads}
-    others = (run.trail.labels[leaf.name] for leaf in found.leaves.keys() - read)
+def _of_positions(run: Propagation, call: Call, weight: MixedWeight, labels: Tensor) -> Tensor:
+    """A matrix that mixes positions: the operand's channels pass, and the generator keeps its own rule."""
+    read = {product.args[operand] for product, operand, _ in weight.reads}
+    others = (run.trail.labels[leaf.name] for leaf in weight.leaves.keys() - read)
     if any(isinstance(other, Tensor) and run.varied(other) for other in others):
         run.trail.passed.add(call.node.name)
-        run.unknown(call)  # of no consequence: all runs again, and other rules see what makes the matrix
-    _record_parts(run, call, found, {})
-    return labels.narrow(found.reading.axes[0], 0, 1).permute(found.reading.order).expand(call.shape)
+        run.unknown(call)  # this pin is discarded: propagation restarts without this layer
+    _record_parts(run, call, weight, {})
+    return labels.narrow(weight.reading.axes[0], 0, 1).permute(weight.reading.order).expand(call.shape)
 
 
-def _record_parts(run: Propagation, call: Call, found: MixedWeight, slots: dict[str, Tensor]) -> list[str]:
-    """Note what the weight is computed from; returns the parameters, the largest first."""
-    for product, operand, dim in found.reads:
+def _record_parts(run: Propagation, call: Call, weight: MixedWeight, slots: dict[str, Tensor]) -> list[str]:
+    """Note the channels of all tensors that compute the weight; returns its parameters, the largest first."""
+    for product, operand, dim in weight.reads:
         _read(run, call, product, operand, dim, slots)
-    for node, parts in found.parts.items():
+    for node, parts in weight.parts.items():
         run.trail.mixed[node.name] = _labelled(parts, slots)
-    sources = {}
-    for node, parts in found.parameters.items():
+    sizes = {}
+    for node in weight.parameters:
         name = run.computed.get(node.name) or run.parameter(str(node.target))
-        _parameter(run, name, _labelled(parts, slots))
-        sources[name] = run.values[node.name].shape
-    for node, parts in found.modules.items():
+        _parameter(run, name, _labelled(weight.parts[node], slots))
+        sizes[name] = math.prod(run.values[node.name].shape)
+    for node, parts in weight.modules.items():
         module = run.module.get_submodule(str(node.target))
         for attribute, dims in (("weight", parts), ("bias", parts[:1])):
             tensor = getattr(module, attribute)
             if tensor is not None:
                 name = run.parameter(f"{node.target}.{attribute}")
                 _parameter(run, name, _labelled(dims, slots))
-                sources[name] = tuple(tensor.shape)
-    _leaves(run, call, found.leaves, slots, f"mixes the kernels of {call.node.name!r}")
-    for node, source, over in found.mixes:
+                sizes[name] = tensor.numel()
+    _leaves(run, call, weight.leaves, slots, f"mixes the kernels of {call.node.name!r}")
+    for node, operand, parts, over in weight.mixes:
         operation = operation_of(run.module, node)
-        made = Call(node, operation, node.args, node.kwargs, None, run.values[node.name])
-        _mixes(run, made, 0, found.parts[source], over, slots)
-    return sorted(sources, key=lambda name: -math.prod(sources[name]))
+        mixing = Call(node, operation, node.args, node.kwargs, None, run.values[node.name])
+        _mixes(run, mixing, operand, parts, over, slots)
+    return sorted(sizes, key=lambda name: -sizes[name])
 
 
 def _read(
     run: Propagation, call: Call, product: fx.Node, operand: int, dim: int, slots: dict[str, Tensor]
 ) -> None:
-    """Channels that a product sums over whose result is a weight, or becomes one: the product reads the kept ones."""
+    """Label the channels of the operand from which a product computes a weight (routing, a generator's features)."""
     source = product.args[operand]
     assert isinstance(source, fx.Node)
     value = run.trail.labels[source.name]
-    if not isinstance(value, (Tensor, ParameterRef)) or run.follows_input(source, dim):
-        return
-    labels = run.of(value, [dim - len(value.shape)])
-    if dim not in run.varied(labels):
-        return
-    inputs = slots[product.name] = own_inputs(run, call, channel_labels(run, labels, dim))
-    run.trail.mixes.append(
-        Mix(product.name, operand, narrow_uniform(place(inputs, tuple(labels.shape), dim)), "zero")
-    )
+    if isinstance(value, (Tensor, ParameterRef)) and not run.follows_input(source, dim):
+        labels = run.of(value, [dim - len(value.shape)])
+        if dim in run.varied(labels):
+            slots[product.name] = own_inputs(run, call, channel_labels(run, labels, dim))
 
 
 def _leaves(
     run: Propagation, call: Call, leaves: Mapping[fx.Node, Parts], slots: Mapping[str, Tensor], why: str
 ) -> None:
-    """Tensors with channels of one kind go with these; those with none, that meet both, stay."""
+    """Tie tensors with one kind of channels to these. Those without channels, which both kinds read, stay."""
     for node, parts in leaves.items():
         value = run.trail.labels[node.name]
-        found = {part.kind for dim in parts for part in dim} & slots.keys()
-        if found:
-            told = [d - len(parts) for d, dim in enumerate(parts) if any(part.kind for part in dim)]
-            run.tie(run.of(value, told), _plane(parts, slots, next(iter(found))))
-        elif isinstance(value, ParameterRef):
-            run.fix_parameter(value, call.node.name, why)
-        elif isinstance(value, Tensor):
-            run.pin(value, call.node.name, why)
+        kinds = {part.kind for dim in parts for part in dim} & slots.keys()
+        if kinds:
+            dims = [d - len(parts) for d, dim in enumerate(parts) if any(part.kind for part in dim)]
+            run.tie(run.of(value, dims), _plane(parts, slots, next(iter(kinds))))
+        else:
+            run.keep(value, call.node.name, why)
 
 
 def _mixes(
@@ -190,13 +170,15 @@ def _mixes(
 ) -> None:
     """Note that the operation mixes the channels that lie in the dimensions ``over`` of an operand."""
     name = call.name or ""
-    form = "instead" if name in NORMS else "zero" if name in PRODUCTS else form_of(call)
+    form = "instead" if name in NORMS else form_of(call)
+    if name in PRODUCTS or call.node.op == "call_module":
+        form = "zero"
     options = (tuple(sorted(over)), correction(call)) if form == "spread" else ()
-    found = [(d, kind) for d in over for kind in {part.kind for part in parts[d]} & slots.keys()]
-    for d, kind in found:
+    mixed = [(d, kind) for d in over for kind in {part.kind for part in parts[d]} & slots.keys()]
+    for d, kind in mixed:
         only = tuple(dim if i == d else () for i, dim in enumerate(parts))
         labels = narrow_uniform(_plane(only, slots, kind))
-        if form is None or len(found) > 1:
+        if form is None or len(mixed) > 1:
             run.pin(labels, call.node.name, f"channels are mixed by {name!r}")
         else:
             run.trail.mixes.append(Mix(call.node.name, operand, labels, form, options))
@@ -207,18 +189,18 @@ def _labelled(parts: Parts, slots: Mapping[str, Tensor]) -> Mixed:
 
 
 def _parameter(run: Propagation, name: str, mixed: Mixed) -> None:
-    """A parameter's slots: of a dimension that is one kind of channels alone, or of several in one."""
+    """Note a parameter's channels: slots where each dimension has one kind, else the factors of each dimension."""
     if not any(len(dim) > 1 and any(isinstance(part, Tensor) for part in dim) for dim in mixed):
         for d, dim in enumerate(mixed):
             if dim and isinstance(dim[0], Tensor):
                 run.slot(name, d, dim[0])
         return
-    known = run.trail.mixed_parameters.setdefault(name, mixed)
-    if [[_size(part) for part in dim] for dim in known] != [[_size(part) for part in dim] for dim in mixed]:
-        for every in (known, mixed):
+    earlier = run.trail.mixed_parameters.setdefault(name, mixed)
+    if [[_size(part) for part in dim] for dim in earlier] != [[_size(part) for part in dim] for dim in mixed]:
+        for every in (earlier, mixed):
             _pin_parts(run, name, every)
         return
-    for one, other in zip(known, mixed, strict=True):
+    for one, other in zip(earlier, mixed, strict=True):
         for left, right in zip(one, other, strict=True):
             if isinstance(left, Tensor) and isinstance(right, Tensor):
                 run.tie(left, right)
@@ -230,44 +212,39 @@ def _size(part: Tensor | int) -> tuple[bool, int]:
 
 def _plane(parts: Parts, slots: Mapping[str, Tensor], kind: str) -> Tensor:
     """Labels of one kind of channels, for each element of a tensor of such dimensions."""
-    sizes = [part.size for dim in parts for part in dim]
-    found = [part.kind for dim in parts for part in dim]
-    where = [1] * len(sizes)
-    where[found.index(kind)] = sizes[found.index(kind)]
+    flat = [part for dim in parts for part in dim]
+    sizes, where = [part.size for part in flat], [1] * len(flat)
+    axis = [part.kind for part in flat].index(kind)
+    where[axis] = sizes[axis]
     return slots[kind].reshape(where).expand(sizes).reshape([math.prod(p.size for p in dim) for dim in parts])
 
 
 # ---- statistics of weights ------------------------------------------------------------------------------
 
 
-def statistic(run: Propagation, call: Call, found: WeightStatistics) -> Any:
-    """A tensor with the channels of one side of a weight, made of the kept ones of the other."""
+def statistic(run: Propagation, call: Call, computed: WeightStatistics) -> Any:
+    """A tensor with the channels of one side of a weight, computed from the kept ones of the other side."""
     slots = {}
-    for kind, dim in zip(("in", "out"), found.dims, strict=True):
-        known = run.trail.slots.get(found.weight, {}).get(dim)
-        if known is None:
-            known = run.slot(found.weight, dim, run.fresh(call.node.name, found.shape[dim]))
-        slots[kind] = known
-    run.trail.beside[found.weight] = found.dims
-    if call.node is list(found.ends)[-1]:  # all that is read has labels
-        for node, parts in found.parts.items():
+    for kind, dim in zip(("in", "out"), computed.dims, strict=True):
+        labels = run.trail.slots.get(computed.weight, {}).get(dim)
+        if labels is None:
+            labels = run.slot(computed.weight, dim, run.fresh(call.node.name, computed.shape[dim]))
+        slots[kind] = labels
+    run.trail.beside[computed.weight] = computed.dims
+    if call.node is list(computed.ends)[-1]:  # by now, all tensors that it reads have labels
+        for node, parts in computed.parts.items():
             run.trail.mixed[node.name] = _labelled(parts, slots)
-        _leaves(
-            run,
-            call,
-            found.leaves,
-            slots,
-            f"meets the weight {found.weight!r}, of which {call.node.name!r} is made",
-        )
-    for end, operand, parts, over in found.mixes:
+        why = f"meets the weight {computed.weight!r}, of which {call.node.name!r} is made"
+        _leaves(run, call, computed.leaves, slots, why)
+    for end, operand, parts, over in computed.mixes:
         if end is call.node:
             _mixes(run, call, operand, parts, over, slots)
-    parts = found.ends[call.node]
-    made = run.fixed(call.node.name, f"made of all channels by {call.name!r} (at {call.node.name!r})")
-    left = {part.kind for dim in parts for part in dim} & slots.keys()
-    if not left:
-        return run.filled(call.value, made)
-    return _plane(parts, slots, next(iter(left)))
+    parts = computed.ends[call.node]
+    kinds = {part.kind for dim in parts for part in dim} & slots.keys()
+    if kinds:
+        return _plane(parts, slots, kinds.pop())
+    made = f"made of all channels by {call.name!r} (at {call.node.name!r})"
+    return run.filled(call.value, run.fixed(call.node.name, made))
 
 
 RULES: dict[str, Rule] = {

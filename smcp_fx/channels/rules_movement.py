@@ -11,7 +11,16 @@ import torch.nn.functional as F
 from torch import Tensor, fx
 
 from smcp_fx.channels.execution import execute, known_values
-from smcp_fx.channels.labels import along, compact, narrow_uniform, reshaped, stays, uniform, varied_dims
+from smcp_fx.channels.labels import (
+    along,
+    at_first,
+    compact,
+    narrow_uniform,
+    reshaped,
+    stays,
+    uniform,
+    varied_dims,
+)
 from smcp_fx.channels.places import at_any_place, holds_places, is_index, looks_up
 from smcp_fx.channels.propagation import Propagation, Rule
 from smcp_fx.channels.shuffles import _CHAIN, find_pieces, find_shuffle
@@ -162,13 +171,8 @@ def _read_along(run: Propagation, node: fx.Node) -> list[int]:
 
 def _tie_expanded(run: Propagation, source: Tensor, other: Tensor) -> None:
     """What is expanded to another tensor's shape has its channels where it is of that size already."""
-    labels = other
-    for _ in range(other.dim() - source.dim()):
-        labels = labels.narrow(0, 0, 1).squeeze(0)
-    for dim, size in enumerate(source.shape):
-        if size == 1:
-            labels = labels.narrow(dim, 0, 1)
-    run.tie(source, labels)
+    labels = other[(0,) * (other.dim() - source.dim())]
+    run.tie(source, at_first(labels, [dim for dim, size in enumerate(source.shape) if size > 1]))
 
 
 def attribute(run: Propagation, call: Call) -> Any:
@@ -220,13 +224,7 @@ def join(run: Propagation, call: Call) -> Any:
             run.tie(first, t)
         return first.expand(full)
     varied = across | {dim}
-    cores = []
-    for t in tensors:
-        for other in range(t.dim()):
-            if other not in varied:
-                t = t.narrow(other, 0, 1)
-        cores.append(t)
-    return torch.cat(cores, dim).expand(full)
+    return torch.cat([at_first(t, varied) for t in tensors], dim).expand(full)
 
 
 def pad(run: Propagation, call: Call) -> Any:

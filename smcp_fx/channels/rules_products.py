@@ -10,23 +10,20 @@ layer.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor, fx
 
-from smcp_fx.channels import columns, stacked_weights
+from smcp_fx.channels import stacked_weights
 from smcp_fx.channels.labels import uniform, varied_dims
 from smcp_fx.channels.propagation import Propagation, Rule, channel_labels
 from smcp_fx.channels.rules_elementwise import bring_together
 from smcp_fx.channels.rules_layers import dense
 from smcp_fx.channels.rules_statistics import mix, mix_settled, mixes
 from smcp_fx.channels.trail import Call, ConstantRef, ParameterRef
-from smcp_fx.channels.weight_views import FIRST_FACTOR
-
-_LETTERS = "abcdefghijklmnopqrstuvwxyz"
-#: Whether an index of a weight is one of the other operand, and of the result: what is summed over, what is made.
-_READ_AND_MADE = ((True, False), (False, True))
+from smcp_fx.channels.weight_views import FIRST_FACTOR, named_dims
 
 
 def matmul(run: Propagation, call: Call) -> Any:
@@ -35,28 +32,12 @@ def matmul(run: Propagation, call: Call) -> Any:
     if len(call.args) < first + 2 or not all(isinstance(a, (Tensor, ParameterRef)) for a in call.args):
         return run.unknown(call)
     left, right = call.args[first : first + 2]
-    if _is_weight(right, run) and isinstance(left, Tensor) and left.dim() >= max(2, len(right.shape)):
-        made = dense(run, call, left, right, None, dims=(-2, -1), axes=(-1, -1))
-    elif _is_weight(left, run) and isinstance(right, Tensor) and right.dim() >= max(2, len(left.shape)):
-        made = dense(run, call, right, left, None, dims=(-1, -2), axes=(-2, -2))
-    else:
-        made = _of_matrices(run, call, left, right)
+    names, out = named_dims("matmul", None, (len(left.shape), len(right.shape)), len(call.shape))
+    made = _two_operands(run, call, (left, right), names, out)
     if not first or call.shape != tuple(made.shape):
         return made
     told = [dim - made.dim() for dim in varied_dims(made)]
     return bring_together(run, call, [run.of(call.args[0], told), made], call.shape)
-
-
-def _of_matrices(run: Propagation, call: Call, left: Any, right: Any) -> Any:
-    sides = [len(side.shape) for side in (left, right)]
-    names = ["k"] if sides[0] == 1 else [*_LETTERS[26 - sides[0] : 24], "y", "k"]
-    others = ["k"] if sides[1] == 1 else [*_LETTERS[26 - sides[1] : 24], "k", "z"]
-    rank = len(call.shape)
-    batch = max(sides) - 2 if min(sides) > 1 or max(sides) > 2 else 0
-    out = [*_LETTERS[24 - batch : 24]] + ["y"] * (sides[0] > 1) + ["z"] * (sides[1] > 1)
-    if len(out) != rank:
-        return run.unknown(call)
-    return _product(run, call, (left, right), (names, others), out, call.shape)
 
 
 def tensordot(run: Propagation, call: Call) -> Any:
@@ -65,12 +46,12 @@ def tensordot(run: Propagation, call: Call) -> Any:
     dims = call.argument(2, "dims", 2)
     if isinstance(dims, int):
         dims = (range(len(left.shape) - dims, len(left.shape)), range(dims))
-    names, others = list(_LETTERS[: len(left.shape)]), list(_LETTERS[13 : 13 + len(right.shape)])
+    names, others = [f"x{d}" for d in range(len(left.shape))], [f"y{d}" for d in range(len(right.shape))]
     for one, other in zip(*dims, strict=True):
         others[other] = names[one]
     summed = {names[one] for one in dims[0]}
     out = [name for name in names + others if name not in summed]
-    return _two_operands(run, call, (left, right), ("".join(names), "".join(others)), "".join(out))
+    return _two_operands(run, call, (left, right), [names, others], out)
 
 
 def einsum(run: Propagation, call: Call) -> Any:
@@ -78,43 +59,31 @@ def einsum(run: Propagation, call: Call) -> Any:
     equation, *operands = call.args
     if len(operands) == 1 and isinstance(operands[0], (list, tuple)):
         operands = list(operands[0])
-    if not isinstance(equation, str) or "->" not in equation or len(operands) != 2:
+    try:
+        names, out = named_dims(
+            "einsum", equation, [len(operand.shape) for operand in operands], len(call.shape)
+        )
+    except (ValueError, AttributeError):
         return run.unknown(call, "an einsum of this form has no channel rule")
-    inputs, out = equation.replace(" ", "").split("->")
-    left, right = (
-        _spelled_out(names, len(operand.shape))
-        for names, operand in zip(inputs.split(","), operands, strict=True)
-    )
-    out = _spelled_out(out, len(call.shape))
-    if any(len(set(names)) != len(names) for names in (left, right, out)):
-        return run.unknown(call, "an einsum that takes a diagonal has no channel rule")
-    return _two_operands(run, call, (operands[0], operands[1]), (left, right), out)
+    return _two_operands(run, call, (operands[0], operands[1]), names, out)
 
 
 def _two_operands(
-    run: Propagation, call: Call, operands: tuple[Any, Any], inputs: tuple[str, str], out: str
+    run: Propagation, call: Call, operands: tuple[Any, Any], inputs: list[list[str]], out: list[str]
 ) -> Any:
     """An einsum of two operands: a linear layer where one of them is a matrix of parameters."""
-    left, right = inputs
-    for names, others, weight, tensor in (
-        (left, right, operands[0], operands[1]),
-        (right, left, operands[1], operands[0]),
-    ):
-        if _is_weight(weight, run) and len(names) == 2 and isinstance(tensor, Tensor):
-            read, made = (
-                next((n for n in names if (n in others, n in out) == of), "") for of in _READ_AND_MADE
-            )
-            kept = [n for n in others if n != read]
-            if read and made and kept == [n for n in out if n != made]:
-                dims, axes = (names.index(read), names.index(made)), (others.index(read), out.index(made))
+    for this, other in ((0, 1), (1, 0)):
+        weight, tensor, others = operands[this], operands[other], inputs[other]
+        if _is_weight(weight, run) and isinstance(tensor, Tensor):
+            names = inputs[this]
+            read = [n for n in names[-2:] if n in others and n not in out]
+            made = [n for n in names[-2:] if n in out and n not in others]
+            kept = [n for n in others if n not in read]
+            if len(read) == len(made) == 1 and kept == [n for n in out if n not in made]:
+                dims = names.index(read[0]), names.index(made[0])
+                axes = others.index(read[0]), out.index(made[0])
                 return dense(run, call, tensor, weight, None, dims=dims, axes=axes)
-    return _product(run, call, operands, (list(left), list(right)), list(out), call.shape)
-
-
-def _spelled_out(names: str, rank: int) -> str:
-    """Letters for the dimensions that an ellipsis stands for, the last of which meet."""
-    left = rank - len(names.replace("...", ""))
-    return names.replace("...", "ABCDEFGHIJ"[10 - left :] if left else "")
+    return _product(run, call, operands, inputs, out, call.shape)
 
 
 def _is_weight(value: Any, run: Propagation) -> TypeGuard[ParameterRef]:
@@ -138,7 +107,7 @@ def attention(run: Propagation, call: Call) -> Any:
     q, k, v = run.of(query), run.of(key), run.of(value)
     if call.kwargs.get("enable_gqa"):  # each head of keys and values serves several of the queries
         k, v = (t.repeat_interleave(q.shape[-3] // t.shape[-3], -3) for t in (k, v))
-    lead = list(_LETTERS[: q.dim() - 2])
+    lead = [f"b{d}" for d in range(q.dim() - 2)]
     shape = (*q.shape[:-1], k.shape[-2])
     scores = _product(run, call, (q, k), ([*lead, "n", "d"], [*lead, "m", "d"]), [*lead, "n", "m"], shape)
     if isinstance(mask, (Tensor, ParameterRef)):
@@ -156,7 +125,7 @@ def _product(
     run: Propagation,
     call: Call,
     operands: tuple[Any, Any],
-    names: tuple[list[str], list[str]],
+    names: Sequence[list[str]],
     out: list[str],
     shape: tuple[int, ...],
 ) -> Tensor:
@@ -164,7 +133,10 @@ def _product(
     stacked = stacked_weights.product(run, call, operands, names, out)
     if stacked is not None:
         return stacked
-    sides = _contracted(run, call, [run.of(operand) for operand in operands], names, out)
+    sides = [run.of(operand) for operand in operands]
+    if run.reads_blocks(call.node):
+        sides = _over_block(run, call, sides, names, out)
+    sides = _contracted(run, call, sides, names, out)
     shared = {name for name in names[0] if name in names[1] and name in out}
     for this, other in ((0, 1), (1, 0)):
         across = {names[this][d] for d in run.varied(sides[this])}
@@ -177,28 +149,37 @@ def _product(
     aligned = [_aligned(labels, own, out) for labels, own in zip(sides, names, strict=True)]
     free = [set(varied_dims(labels)) for labels in aligned]
     if free[0] and free[1] and not free[0] & free[1]:
-        # An outer product: labels tell rows or columns apart. They are of the operand with more to tell apart.
+        # A matrix of channels by channels, or an outer product: the operand with more channels gives the rows.
         less = int(torch.unique(aligned[0]).numel() >= torch.unique(aligned[1]).numel())
-        if not columns.note(run, call, aligned, less, shape):
+        label = 0
+        follows = (
+            run.is_alone(labels) or run.follows_input(call.node, dim)
+            for labels, (dim,) in zip(aligned, free, strict=True)
+        )
+        if len(free[0]) == len(free[1]) == 1 and len(call.node.all_input_nodes) <= 2 and not any(follows):
+            run.trail.blocks[call.node.name] = aligned[less].expand(shape)
+        else:
             why = f"spread over the channels of the other factor in {call.node.name!r}"
             run.pin(aligned[less], call.node.name, why)
-            made = run.fixed(call.node.name, f"a factor of {call.node.name!r}")
-            aligned[less] = uniform(made, aligned[less].shape)
+            label = run.fixed(call.node.name, f"a factor of {call.node.name!r}")
+        aligned[less] = uniform(label, aligned[less].shape)
     return bring_together(run, call, aligned, shape)
 
 
 def _contracted(
-    run: Propagation, call: Call, sides: list[Tensor], names: tuple[list[str], list[str]], out: list[str]
+    run: Propagation,
+    call: Call,
+    sides: list[Tensor],
+    names: Sequence[list[str]],
+    out: list[str],
+    masked: int = 0,
 ) -> list[Tensor]:
     """The labels made uniform along the contracted dimensions.
 
-    Where nothing else tells both operands' channels apart, these go together, and the product sees the kept ones;
-    where this is so of one operand alone, they stay.
+    Where nothing else tells both operands' channels apart, these go together, and a mask of the operand ``masked``
+    lets the product see the kept ones. Where this is so of one operand alone, they stay.
     """
     first = FIRST_FACTOR.get(call.name or "", 0)
-    known = columns.contract(run, call, first, sides, names, out) if run.trail.columns else None
-    if known is not None:
-        return known
     dims = [{d for d, name in enumerate(own) if name not in out} for own in names]
     sides = [run.settled(sides[this], _told(run, sides, names, dims, this)) for this in (0, 1)]
     across = [set(run.varied(labels)) for labels in sides]
@@ -209,15 +190,15 @@ def _contracted(
             and across[other] & dims[other]
             and not run.is_alone(sides[this])
         ):
-            # Heads that the one operand cannot tell apart, as a layer of each head has read it: nor can the other.
+            # If one operand has no separate heads, tie the other's heads.
             for d in across[other] - dims[other]:
                 if names[other][d] in names[this]:
                     sides[other] = run.tie_along(sides[other], d)
     mixed = [mix_settled(run, labels, summed) for labels, summed in zip(sides, dims, strict=True)]
-    if mixed == [None, None] and len(dims[0]) == len(dims[1]) == 1 and _is_apart(call, first):
+    if mixed == [None, None] and len(dims[0]) == len(dims[1]) == 1 and _is_apart(call, first, masked):
         (left,), (right,) = dims
         run.tie(channel_labels(run, sides[0], left), channel_labels(run, sides[1], right))
-        mixes(run, call, sides[0], "zero", first)
+        mixes(run, call, sides[masked], "zero", first + masked)
         why = f"made of all channels by {call.node.name!r}"
         return [uniform(run.fixed(call.node.name, why), tuple(labels.shape)) for labels in sides]
     for place, labels in enumerate(sides):
@@ -229,8 +210,36 @@ def _contracted(
     return [labels for labels in mixed if labels is not None]
 
 
+def _over_block(
+    run: Propagation, call: Call, sides: list[Tensor], names: Sequence[list[str]], out: list[str]
+) -> list[Tensor]:
+    """The operands' labels after a product has summed over one side of a matrix, whose other side is left.
+
+    A square matrix has the same channels on both sides: no layer may read one of them.
+    """
+    first = FIRST_FACTOR.get(call.name or "", 0)
+    summed = [name for name in names[0] if name in names[1] and name not in out]
+    operands = call.node.args[first : first + 2]
+    for this, source in enumerate(operands) if len(summed) == 1 and len(operands) == 2 else ():
+        second = run.trail.blocks.get(source.name) if isinstance(source, fx.Node) else None
+        blocks = [] if second is None else [sides[this], second]
+        read, met = (names[side].index(summed[0]) for side in (this, 1 - this))
+        lines = {dim: labels for labels in blocks for dim in varied_dims(labels)}
+        if len(lines) == 2 and read in lines and varied_dims(sides[1 - this]) == [met]:
+            (left,) = lines.keys() - {read}
+            if sides[this].shape[left] == sides[this].shape[read]:
+                run.tie(*(channel_labels(run, lines[dim], dim) for dim in (left, read)))
+            sides[this] = lines[read]
+            _contracted(run, call, sides, names, out, masked=1 - this)
+            run.contracted.add(call.node)
+            both = [uniform(0, tuple(labels.shape)) for labels in sides]
+            both[this] = lines[left]
+            return both
+    return sides
+
+
 def _told(
-    run: Propagation, sides: list[Tensor], names: tuple[list[str], list[str]], dims: list[set[int]], this: int
+    run: Propagation, sides: list[Tensor], names: Sequence[list[str]], dims: list[set[int]], this: int
 ) -> set[int]:
     """The dimensions of an operand, from the last, in which the other one says that there are channels."""
     labels, other = sides[this], sides[1 - this]
@@ -240,11 +249,11 @@ def _told(
     return {d - labels.dim() for d, name in enumerate(names[this]) if name in told}
 
 
-def _is_apart(call: Call, first: int) -> bool:
+def _is_apart(call: Call, first: int, masked: int) -> bool:
     """Are the operands arguments of their own, and tensors?"""
-    given = call.node.args[first : first + 2]
-    apart = len(given) == 2 and all(isinstance(operand, fx.Node) for operand in given)
-    return apart and isinstance(call.args[first], Tensor)
+    operands = call.node.args[first : first + 2]
+    apart = len(operands) == 2 and all(isinstance(operand, fx.Node) for operand in operands)
+    return apart and isinstance(call.args[first + masked], Tensor)
 
 
 def _aligned(labels: Tensor, names: list[str], out: list[str]) -> Tensor:

@@ -14,8 +14,8 @@ from torch.utils import _pytree as pytree
 
 from smcp_fx.channels.labels import place
 from smcp_fx.channels.propagation import Propagation, Rule, channel_labels
-from smcp_fx.channels.rules_layers import own_inputs, renamed
-from smcp_fx.channels.trail import Call, Layer, tensor_leaves
+from smcp_fx.channels.rules_layers import own_inputs, record, renamed
+from smcp_fx.channels.trail import Call, ParameterRef, tensor_leaves
 from smcp_fx.tracing.recurrent import weight_names
 from smcp_fx.tracing.values import TensorInfo
 
@@ -72,31 +72,11 @@ def _record(
     run: Propagation, read: fx.Node, name: str, channels: tuple[Tensor, Tensor], positions: tuple[int, ...]
 ) -> None:
     """Note a weight as a layer of its own: rows by columns, once a position."""
-    columns, rows = channels
-    run.trail.layers.append(
-        Layer(
-            node=read.name,
-            path=name,
-            kind="dense",
-            weight=name,
-            bias=None,
-            in_dim=1,
-            out_dim=0,
-            groups=1,
-            in_labels=columns,
-            out_labels=rows,
-            output_channels=rows,
-            input_channels=columns,
-            images=positions[0] if positions else 1,
-            in_shape=(*positions, columns.numel()),
-            out_shape=(*positions, rows.numel()),
-            transposed=False,
-            weight_shape=(rows.numel(), columns.numel()),
-            axis=len(positions),
-            source=name,
-            computed=False,
-        )
-    )
+    inputs, outputs = (labels.numel() for labels in channels)
+    made = TensorInfo((*positions, outputs), run.values[read.name].dtype)
+    call, weight = Call(read, None, (), {}, None, made), ParameterRef(name, (outputs, inputs))
+    axes, shape = (len(positions), len(positions)), (*positions, inputs)
+    record(run, call, weight, None, "dense", (1, 0), 1, channels, channels, shape, axes)
 
 
 RULES: dict[str, Rule] = {"recurrent": recurrent, "recurrentweight": recurrent_weight}

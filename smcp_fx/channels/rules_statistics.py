@@ -15,16 +15,15 @@ import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
 from smcp_fx.channels import rules_layers
-from smcp_fx.channels.labels import compact, narrow_uniform, place, uniform, varied_dims
+from smcp_fx.channels.labels import at_first, compact, narrow_uniform, place, uniform, varied_dims
 from smcp_fx.channels.propagation import Propagation, Rule, channel_labels
 from smcp_fx.channels.rules_elementwise import bring_together, elementwise, like
 from smcp_fx.channels.rules_layers import (
-    affine_of,
     at_full_width,
-    fix_own,
     go_with,
     own_inputs,
     own_parameter,
+    own_values,
     record,
     renamed,
 )
@@ -111,8 +110,8 @@ def mixes(
 
 def pin_in_batch(run: Propagation, call: Call, labels: Tensor, operand: int = 0) -> None:
     """Keep channels that lie along a dimension of other sizes for other inputs: a mask has one length."""
-    given = call.node.args[operand] if len(call.node.args) > operand else None
-    if isinstance(given, fx.Node) and any(run.follows_input(given, dim) for dim in run.varied(labels)):
+    source = call.node.args[operand] if len(call.node.args) > operand else None
+    if isinstance(source, fx.Node) and any(run.follows_input(source, dim) for dim in run.varied(labels)):
         run.pin(
             labels, call.node.name, f"channels that {call.name!r} mixes lie along the batch, or along space"
         )
@@ -212,9 +211,9 @@ def correction(call: Call) -> int:
 
 def cosine_similarity(run: Propagation, call: Call) -> Any:
     """A product that sums over a dimension, over the lengths of both: these go together where it has channels."""
-    given = [call.argument(0, "x1"), call.argument(1, "x2")]
+    inputs = [call.argument(0, "x1"), call.argument(1, "x2")]
     dim = int(call.argument(2, "dim", 1))
-    sides = [run.of(one) for one in given]
+    sides = [run.of(one) for one in inputs]
     mixed = [mix(run, call, labels, {dim % labels.dim()}) for labels in sides]
     if mixed == [None, None] and len(call.node.args) > 1 and sides[0].shape == sides[1].shape:
         run.tie(*(channel_labels(run, labels, dim % labels.dim()) for labels in sides))
@@ -314,15 +313,12 @@ def layer_norm(run: Propagation, call: Call) -> Any:
     tied = mix(run, call, labels, dims)
     if tied is not None:
         # Channels that can be told apart elsewhere, too (heads), go with all that is normalised.
-        for weight in (_shape_of(run, call, shape), *affine_of(run, call, names)):
-            if isinstance(weight, ParameterRef):
-                run.fix_parameter(weight, call.node.name, "weight of a layer norm")
-            elif isinstance(weight, Tensor):
-                run.pin(weight, call.node.name, "weight of a layer norm")
+        for weight in (_shape_of(run, call, shape), *own_values(run, call, names)):
+            run.keep(weight, call.node.name, "weight of a layer norm")
         return tied
-    axis = max(dims, key=lambda dim: torch.unique(_line(labels, dim)).numel())
+    axis = max(dims, key=lambda dim: torch.unique(at_first(labels, [dim])).numel())
     channels = channel_labels(run, labels, axis)
-    for weight in (_shape_of(run, call, shape), *affine_of(run, call, names)):
+    for weight in (_shape_of(run, call, shape), *own_values(run, call, names)):
         go_with(run, weight, channels, axis - first, shape)
     mixes(run, call, place(channels, tuple(labels.shape), axis), "instead")
     return place(renamed(run, call, channels), call.shape, axis)
@@ -345,7 +341,7 @@ def group_norm(run: Propagation, call: Call) -> Any:
     else:
         run.tie(rows, rows[:, :1].expand_as(rows))
         run.trail.grouped[call.node.name] = (groups, channels)
-    for weight in affine_of(run, call, {2: "weight", 3: "bias"}):
+    for weight in own_values(run, call, {2: "weight", 3: "bias"}):
         go_with(run, weight, channels, 0, (channels.numel(),))
     return place(renamed(run, call, channels), call.shape, 1)
 
@@ -364,7 +360,8 @@ def batch_norm(run: Propagation, call: Call) -> Any:
     if not own or len(varied) != 1 or 1 in varied:
         return rules_layers.batch_norm(run, call)
     run.blind = True
-    fix_own(run, call, ("running_mean", "running_var", "weight", "bias"), "batch norm over channels")
+    for value in own_values(run, call, {1: "running_mean", 2: "running_var", 3: "weight", 4: "bias"}):
+        run.keep(value, call.node.name, "batch norm over channels")
     channels = channel_labels(run, labels, varied[0])
     mixes(run, call, place(channels, call.shape, varied[0]), "instead")
     return place(renamed(run, call, channels), call.shape, varied[0])
@@ -373,13 +370,6 @@ def batch_norm(run: Propagation, call: Call) -> Any:
 def _shape_of(run: Propagation, call: Call, shape: tuple[int, ...]) -> ParameterRef | None:
     """What a module says of its shape, which all its calls share, as if it were a weight."""
     return None if call.module is None else ParameterRef(f"{call.node.target}.normalized_shape", shape)
-
-
-def _line(labels: Tensor, dim: int) -> Tensor:
-    for other in range(labels.dim()):
-        if other != dim:
-            labels = labels.narrow(other, 0, 1)
-    return labels
 
 
 RULES: dict[str, Rule] = {

@@ -77,14 +77,14 @@ def deformable(run: Propagation, call: Call) -> Any:
     source, weight, offset, mask, bias = call.args[:5]
     for given in (offset, mask):
         run.pin(run.of(given), call.node.name, f"tells {call.node.name!r} where all channels are read")
-    labels = run.of(source)
-    inputs = channel_labels(run, labels, 1)
+    inputs = channel_labels(run, run.of(source), 1)
+    labels = place(inputs, tuple(source.shape), 1)
     rows = inputs.reshape(run.of(offset).shape[1] // (2 * math.prod(weight.shape[2:])), -1)
     run.tie(rows, rows[:1].expand_as(rows))
     # Where there is no bias, torchvision makes zeros in its place.
     made = not isinstance(bias, ParameterRef) or isinstance(bias, MadeRef)
     weights = (weight, None if made else bias)
-    found = dense_convolution(run, call, labels, inputs, weights, inputs.numel() // weight.shape[1])
+    found = dense_convolution(run, call, labels, weights, inputs.numel() // weight.shape[1])
     if made and bias is not None:
         run.tie(run.of(bias), channel_labels(run, found, 1))
     return found

@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import Tensor
 
-from smcp_fx.channels.labels import uniform, varied_dims
+from smcp_fx.channels.labels import at_first, uniform, varied_dims
 from smcp_fx.channels.propagation import Propagation, Rule
 from smcp_fx.channels.rules_elementwise import bring_together, like
 from smcp_fx.channels.rules_statistics import mix
@@ -45,7 +45,7 @@ def written(run: Propagation, call: Call) -> Any:
             run.pin(run.of(part), call.node.name, f"tells {call.node.name!r} where all channels are written")
     if labels is not None and given is not None:
         shape = tuple(size if dim in dims else 1 for dim, size in enumerate(labels.shape))
-        bring_together(run, call, [_narrowed(labels, dims), _narrowed(given, dims)], shape)
+        bring_together(run, call, [at_first(labels, dims), at_first(given, dims)], shape)
     return None
 
 
@@ -80,13 +80,6 @@ def _beside(run: Propagation, source: Any, parts: list[Any]) -> Tensor | None:
     return labels
 
 
-def _narrowed(labels: Tensor, dims: set[int]) -> Tensor:
-    for dim in range(labels.dim()):
-        if dim not in dims:
-            labels = labels.narrow(dim, 0, 1)
-    return labels
-
-
 def scattered(run: Propagation, call: Call) -> Any:
     """Writes or adds values at places along one dimension, which tells no channels apart."""
     target, dim, index = call.argument(0, "input"), call.argument(1, "dim"), call.argument(2, "index")
@@ -110,7 +103,7 @@ def scattered(run: Propagation, call: Call) -> Any:
     if dim in dims or any(one.shape[d] not in (1, call.shape[d]) for one in operands for d in dims):
         return run.unknown(call, f"{call.node.name!r} {_APART}")
     shape = tuple(size if d in dims else 1 for d, size in enumerate(call.shape))
-    merged = bring_together(run, call, [_narrowed(one, dims) for one in operands], shape)
+    merged = bring_together(run, call, [at_first(one, dims) for one in operands], shape)
     return like(call, merged.expand(call.shape))
 
 

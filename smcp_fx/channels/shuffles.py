@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, fx
 
 from smcp_fx.channels.execution import execute
-from smcp_fx.channels.labels import along, compact, varied_dims
+from smcp_fx.channels.labels import along, at_first, compact, varied_dims
 from smcp_fx.channels.propagation import Propagation
 from smcp_fx.channels.trail import Call, Shuffle
 from smcp_fx.tracing.operations import operation_name
@@ -106,7 +106,7 @@ def _order_at(
         moved = compact(moved)
         if moved.dim() != len(shape) or any(d != dim for d in varied_dims(moved)):
             return None
-        line = moved[tuple(slice(None) if d == dim else 0 for d in range(moved.dim()))]
+        line = at_first(moved, [dim]).reshape(-1)
         if not torch.equal(line, torch.arange(size)):
             if order is not None:
                 return None

@@ -12,13 +12,14 @@ shared one, whole matrices go.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor
 
-from smcp_fx.channels.labels import narrow_uniform, place
+from smcp_fx.channels.labels import at_first, narrow_uniform, place
 from smcp_fx.channels.propagation import Propagation, channel_labels
 from smcp_fx.channels.rules_layers import own_inputs, record, renamed
 from smcp_fx.channels.trail import Call, ConstantRef, MadeRef, ParameterRef
@@ -48,9 +49,9 @@ class _Stack:
 
     def dim(self, name: str) -> int:
         """The dimension of the parameter itself."""
-        found = self.weight.place(self.held[name])
-        assert found is not None, "a weight that lacks a dimension for its channels"
-        return found
+        dim = self.weight.place(self.held[name])
+        assert dim is not None, "a weight that lacks a dimension for its channels"
+        return dim
 
     def beside(self, *channels: str) -> tuple[int, ...]:
         """The parameter's dimensions that are neither these channels nor summed over."""
@@ -61,7 +62,7 @@ def product(
     run: Propagation,
     call: Call,
     operands: tuple[Any, Any],
-    names: tuple[list[str], list[str]],
+    names: Sequence[list[str]],
     out: list[str],
 ) -> Tensor | None:
     """Labels of the product where one operand is such a parameter, and the other a tensor whose channels it reads."""
@@ -84,19 +85,19 @@ def _is_stack(value: Any, run: Propagation) -> TypeGuard[ParameterRef]:
 
 def _layer(run: Propagation, call: Call, labels: Tensor, stack: _Stack) -> Tensor | None:
     read, at = run.trail.stacks.get(call.node.name, ("", ""))
-    known = bool(read)
+    decided = bool(read)
     varied = {name for name, dim in stack.there.items() if dim in run.varied(labels)}
     shared = varied.intersection(stack.shared)
-    if not known:
+    if not decided:
         whole = bool(shared) and (call.node.name in run.turned or varied.isdisjoint(stack.summed))
         told = shared if whole else varied - shared
         read = max(sorted(told), key=lambda name: _apart(run, labels, stack.there[name]), default="")
         at = read if whole else ""
-        known = whole or run.seen is not None or (len(told) == 1 and len(stack.made) == 1)
+        decided = whole or run.seen is not None or (len(told) == 1 and len(stack.made) == 1)
     if read not in stack.held:  # no channels, or ones that pass beside the weight
         core = narrow_uniform(labels)
         if any(core.shape[stack.there[name]] > 1 for name in stack.shared):
-            # Heads that ties have made one: they may go as a whole.
+            # Ties merged all heads into one unit; allow removing whole heads.
             run.trail.within[call.node.name] = 1, (core.flatten(),)
         return None
     if read == at:
@@ -107,10 +108,11 @@ def _layer(run: Propagation, call: Call, labels: Tensor, stack: _Stack) -> Tenso
     made = run.fresh(call.node.name, math.prod(sizes)).reshape(sizes)
     told_apart = [stack.made[dim] for dim in run.varied(made)] or stack.made
     at = at or max(told_apart, key=lambda name: _apart(run, made, stack.made.index(name)))
-    if not known:
+    if not decided:
         # One dimension of each will tell channels apart: which one is known once all ties are.
         run.blind = True
-        inputs, outputs = _line(labels, stack.there[read]), _line(made, stack.made.index(at))
+        sides = (labels, stack.there[read]), (made, stack.made.index(at))
+        inputs, outputs = (at_first(side, [dim]).reshape(-1) for side, dim in sides)
         _record(run, call, labels, stack, (read, at), (inputs, outputs))
         spread = [made.shape[stack.made.index(name)] if name in stack.made else 1 for name in stack.out]
         return made.reshape(spread).expand(call.shape)
@@ -165,11 +167,6 @@ def _record(
     )
 
 
-def _line(labels: Tensor, dim: int) -> Tensor:
-    """The labels along one dimension, at index 0 of the others."""
-    return labels[tuple(slice(None) if d == dim else 0 for d in range(labels.dim()))]
-
-
 def _apart(run: Propagation, labels: Tensor, dim: int) -> int:
     """How many channels the dimension tells apart."""
-    return int(torch.unique(_line(run.units(labels), dim)).numel())
+    return int(torch.unique(at_first(run.units(labels), [dim])).numel())

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from smcp_fx.channels.labels import narrow_uniform, varied_dims
-from smcp_fx.channels.trail import Trail
-from smcp_fx.channels.units import EMPTY, Units, Why
+from smcp_fx.channels.trail import EMPTY, Reason, Trail
+from smcp_fx.channels.units import Units, Why
 from smcp_fx.tracing.trees import leaves_of
 
 Run = tuple[Trail, Units]
@@ -42,13 +42,9 @@ def keep_unsteady(one: Run, other: Run) -> tuple[Units, str]:
     why, where = units.why, ""
     if found.numel():
         where = _where(one, other, found)
-        why = why.and_also(
-            found,
-            where,
-            f"which channels meet at {where!r} {DEPENDS}",
-        )
+        why = why.and_also(found, Reason(where, f"which channels meet at {where!r} {DEPENDS}"))
     else:  # all of them may meet, at both sizes
-        where = _spread_over_space(one, other, why.alone(EMPTY, count))
+        where = _spread_over_space(one, other, why.only(EMPTY, count))
     return Units(units.unit, _also_pinned(why, unsteady | pinned, mine, theirs, other)), where
 
 
@@ -58,8 +54,9 @@ def _also_pinned(why: Why, known: Tensor, mine: Tensor, theirs: Tensor, other: R
     pinned = reasons.pinned(int(other[1].unit.max()) + 1)
     new = (mine >= 0) & (theirs >= 0) & ~known[mine.clamp(min=0)] & pinned[theirs.clamp(min=0)]
     for unit, its in zip(mine[new].tolist(), theirs[new].tolist(), strict=True):
-        node, text = reasons.get(its, [])[0]
-        why = why.and_also(torch.tensor([unit]), node, f"{text}, at another size of the images")
+        reason = reasons.get(its)[0]
+        other_size = reason._replace(text=f"{reason.text}, at another size of the images")
+        why = why.and_also(torch.tensor([unit]), other_size)
     return why
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, fx, nn
@@ -216,6 +216,18 @@ class Spread:
     reason: int
 
 
+class Reason(NamedTuple):
+    """Why units must stay: the node where that was found, and words for the user. Code reads the ``kind`` alone."""
+
+    node: str
+    text: str
+    kind: str = ""  # `INPUT`, `EMPTY`, or any other reason
+
+
+#: Kinds of reasons: channels of the network's inputs; units without which a tensor would have no channel left.
+INPUT, EMPTY = "input", "empty"
+
+
 #: For each dimension of a tensor, what it is made of in the order of memory: labels of channels, or a size.
 Mixed = tuple[tuple[Tensor | int, ...], ...]
 
@@ -227,7 +239,7 @@ class Trail:
     labels: dict[str, Any] = field(default_factory=dict)  # node name -> pytree of label tensors and values
     ties: list[Tensor] = field(default_factory=list)  # each [2, n]
     pins: list[tuple[Tensor, int]] = field(default_factory=list)  # labels, index of reason
-    reasons: list[tuple[str, str]] = field(default_factory=list)  # (node, why)
+    reasons: list[Reason] = field(default_factory=list)
     spread: list[Spread] = field(default_factory=list)
     slots: dict[str, dict[int, Tensor]] = field(default_factory=dict)  # parameter -> dim -> labels
     elements: dict[str, Tensor] = field(default_factory=dict)  # parameter -> labels of its shape
@@ -258,9 +270,8 @@ class Trail:
     kernels: dict[str, int] = field(default_factory=dict)
     #: Products with stacks of matrices: the names of the dimensions whose channels the weight reads and makes.
     stacks: dict[str, tuple[str, str]] = field(default_factory=dict)
-    #: Matrices of channels by channels: the dimension of the columns, and their labels.
-    columns: dict[str, tuple[int, Tensor]] = field(default_factory=dict)
-    followed: set[tuple[str, str]] = field(default_factory=set)  # (matrix, node that reads it)
+    #: Matrices of channels by channels: labels of the columns, see `channels.blocks`.
+    blocks: dict[str, Tensor] = field(default_factory=dict)
     #: Nodes computed from sizes alone -> those of their users that are, too; the others read the kept channels.
     made: dict[str, set[str]] = field(default_factory=dict)
     parts: list[str] = field(default_factory=list)  # nodes whose tensors hold a part of another's elements

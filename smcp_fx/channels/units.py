@@ -1,8 +1,8 @@
 """From ties to units: which channel slots must be kept or removed together, and which must stay.
 
-Labels alone would allow ragged tensors. Once the ties are closed, every tensor may vary along one dimension at most;
-if one varies along more, the others are tied and the ties are closed again. An operand that broadcasts is then tied
-to the dimension that still varies, or pinned if it has size 1 there.
+Labels alone would allow ragged tensors. Once the ties are closed, each tensor may vary along one dimension at most.
+If a tensor varies along several, all but one are tied, and the ties are closed again. An operand that broadcasts is
+then tied to the dimension that still varies, or pinned if it has size 1 there.
 """
 
 from __future__ import annotations
@@ -14,18 +14,15 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from smcp_fx.channels.labels import compact, narrow_uniform, varied_dims
-from smcp_fx.channels.trail import Spread, Trail
+from smcp_fx.channels.labels import at_first, compact, narrow_uniform, varied_dims
+from smcp_fx.channels.trail import EMPTY, Reason, Spread, Trail
 from smcp_fx.tracing.trees import leaves_of
-
-#: Start of the reason of a unit that covers all channels somewhere.
-EMPTY = "removing it would leave"
 
 
 class Why:
-    """Why units must stay: a mapping unit -> [(node, reason), ...], stored as two arrays."""
+    """Why units must stay: a mapping from units to reasons, stored as two arrays."""
 
-    def __init__(self, units: list[Tensor], reasons: list[int], texts: list[tuple[str, str]]) -> None:
+    def __init__(self, units: list[Tensor], reasons: list[int], texts: list[Reason]) -> None:
         sizes = torch.tensor([u.numel() for u in units], dtype=torch.int64)
         unit = torch.cat(units) if units else torch.empty(0, dtype=torch.int64)
         order = torch.argsort(unit, stable=True)
@@ -33,29 +30,29 @@ class Why:
         self.reasons = torch.repeat_interleave(torch.tensor(reasons, dtype=torch.int64), sizes)[order]
         self.texts = texts
 
-    def get(self, unit: int, default: list[tuple[str, str]]) -> list[tuple[str, str]]:
+    def get(self, unit: int) -> list[Reason]:
         """Up to eight different reasons for a unit, in the order they were found."""
         first, last = torch.searchsorted(self.units, torch.tensor([unit, unit + 1])).tolist()
         found = self.reasons[first:last].tolist()
-        return list(dict.fromkeys(self.texts[index] for index in found))[:8] if found else default
+        return list(dict.fromkeys(self.texts[index] for index in found))[:8]
 
     def pinned(self, count: int) -> Tensor:
         """A bool for each of ``count`` units: whether it must stay."""
         return torch.bincount(self.units, minlength=count) > 0
 
-    def with_text(self, start: str, count: int) -> Tensor:
-        """A bool for each of ``count`` units: whether one of its reasons starts with this text."""
-        starts = torch.tensor([text.startswith(start) for _, text in self.texts] or [False])
-        return torch.bincount(self.units[starts[self.reasons]], minlength=count) > 0
+    def of_kind(self, kind: str, count: int) -> Tensor:
+        """A bool for each of ``count`` units: whether one of its reasons is of this kind."""
+        chosen = torch.tensor([reason.kind == kind for reason in self.texts] or [False])
+        return torch.bincount(self.units[chosen[self.reasons]], minlength=count) > 0
 
-    def alone(self, start: str, count: int) -> Tensor:
-        """A bool for each of ``count`` units: whether it must stay, and all its reasons start with this text."""
-        others = torch.tensor([not text.startswith(start) for _, text in self.texts] or [False])
+    def only(self, kind: str, count: int) -> Tensor:
+        """A bool for each of ``count`` units: whether it must stay, and all its reasons are of this kind."""
+        others = torch.tensor([reason.kind != kind for reason in self.texts] or [False])
         return self.pinned(count) & (torch.bincount(self.units[others[self.reasons]], minlength=count) == 0)
 
-    def and_also(self, units: Tensor, node: str, text: str) -> Why:
+    def and_also(self, units: Tensor, reason: Reason) -> Why:
         """These reasons and one more, for the units given."""
-        more = Why([self.units, units], [0, len(self.texts)], [*self.texts, (node, text)])
+        more = Why([self.units, units], [0, len(self.texts)], [*self.texts, reason])
         reasons = torch.cat([self.reasons, torch.full_like(units, len(self.texts))])
         more.reasons = reasons[torch.argsort(torch.cat([self.units, units]), stable=True)]
         return more
@@ -63,7 +60,7 @@ class Why:
 
 @dataclass(frozen=True)
 class Units:
-    """``unit[label]`` for every label; ``why`` has the (node, reason) of those that must stay."""
+    """``unit[label]`` for every label; ``why`` has the reasons of those that must stay."""
 
     unit: Tensor
     why: Why
@@ -92,11 +89,7 @@ class Units:
 
     def narrowed(self, labels: Tensor) -> Tensor:
         """The labels with each dimension along which their units are the same at size 1."""
-        varied = varied_dims(self.of(labels))
-        for dim in range(labels.dim()):
-            if dim not in varied:
-                labels = labels.narrow(dim, 0, 1)
-        return labels
+        return at_first(labels, varied_dims(self.of(labels)))
 
 
 def close(trail: Trail) -> Units:
@@ -132,7 +125,7 @@ def close(trail: Trail) -> Units:
                 reasons.append(len(texts))
                 together = torch.unique(narrow_uniform(labels)).numel()
                 all_of_it = f": all its {together} channels go together" if together > 1 else ""
-                texts.append((name, f"{EMPTY} {name!r} empty{all_of_it}"))
+                texts.append(Reason(name, f"removing it would leave {name!r} empty{all_of_it}", EMPTY))
     return Units(units.unit, Why(kept, reasons, texts))
 
 
@@ -172,7 +165,11 @@ def _rectangular(
         return []
     core = narrow_uniform(labels)
     told = _met_along(core, known, units) if alone else []
-    kept = told[0] if len(told) == 1 else max(varied, key=lambda dim: torch.unique(_line(known, dim)).numel())
+    kept = (
+        told[0]
+        if len(told) == 1
+        else max(varied, key=lambda dim: torch.unique(at_first(known, [dim])).numel())
+    )
     ties = []
     for dim in varied:
         if dim != kept:
@@ -207,7 +204,7 @@ def _stays(spread: Spread, units: Units) -> bool:
 
 
 def _bind(left: Tensor, right: Tensor, units: Units, pins: list[tuple[Tensor, int]]) -> list[Tensor]:
-    """Pairs of labels, of equally shaped tensors, that are not in one unit yet; what meets a fixed one is pinned."""
+    """Pairs of labels at equal places of two tensors, not in one unit yet; labels that meet fixed ones are pinned."""
     a, b = left.reshape(-1), right.reshape(-1)
     for one, other in ((a, b), (b, a)):
         met = (one > 0) & (other < 0)
@@ -218,13 +215,6 @@ def _bind(left: Tensor, right: Tensor, units: Units, pins: list[tuple[Tensor, in
     a, b = a[both], b[both]
     apart = units.unit[a] != units.unit[b]
     return [torch.stack([a[apart], b[apart]])] if bool(apart.any()) else []
-
-
-def _line(known: Tensor, dim: int) -> Tensor:
-    for other in range(known.dim()):
-        if other != dim:
-            known = known.narrow(other, 0, 1)
-    return known
 
 
 def _whole(trail: Trail) -> list[tuple[str, Tensor]]:

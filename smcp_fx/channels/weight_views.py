@@ -8,7 +8,7 @@ Each element of such a view is the parameter's own, and each of its dimensions i
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -111,6 +111,33 @@ def factors(use: fx.Node) -> list[fx.Node]:
         given = tuple(given[0])
     operands = [operand for operand in given if isinstance(operand, fx.Node)]
     return operands if len(operands) == 2 else []
+
+
+def named_dims(
+    name: str, equation: Any, ranks: Sequence[int], rank: int
+) -> tuple[list[list[str]], list[str]]:
+    """Names for the dimensions of a product's two operands, and for those of its result.
+
+    ``equation``: of an einsum; ``ranks``, ``rank``: how many there are. `ValueError` for other forms.
+    """
+    if name == "einsum":
+        inputs, _, out = str(equation).replace(" ", "").partition("->")
+        sides = zip((*inputs.split(","), out), (*ranks, rank), strict=True)
+        left, right, made = (_spelled_out(names, size) for names, size in sides)
+        if "->" not in str(equation) or any(len(set(names)) != len(names) for names in (left, right, made)):
+            raise ValueError("no result is named, or an operand's diagonal is taken")
+        return [left, right], made
+    rows, columns = (["y"] if ranks[0] > 1 else []), (["z"] if ranks[1] > 1 else [])  # a vector has none
+    batch = [f"x{d}" for d in range(rank - len(rows) - len(columns))]
+    full = [*batch, *rows, "k"], ["z", "k"] if name == "linear" else [*batch, "k", *columns]
+    names = [side[len(side) - size :] for side, size in zip(full, ranks, strict=True)]
+    return names, [*batch, *rows, *columns]
+
+
+def _spelled_out(names: str, rank: int) -> list[str]:
+    """The names, with others for the dimensions that an ellipsis stands for, the last of which meet."""
+    left = rank - len(names.replace("...", ""))
+    return list(names.replace("...", "ABCDEFGHIJ"[10 - left :] if left else ""))
 
 
 def _leads_to_parameter(node: fx.Node) -> bool:

@@ -362,7 +362,7 @@ class _Compilation:
                     corrector.fit()
                 self._tell_rows(prepared, "solving")
             self.tell.say(
-                f"what groups are said to be worth is trusted by {trust:.0%} (0%: nearly uniform widths)"
+                f"weight of the estimated worths of groups: {trust:.0%} (0%: nearly uniform widths)"
             )
             name = "slicing and repairing"
             with self.tell.stage(name), self.tell.bar(name) as tick:

@@ -13,7 +13,7 @@ from math import prod
 from torch import Tensor, fx
 
 from smcp_fx.channels import ChannelGraph
-from smcp_fx.channels.labels import varied_dims
+from smcp_fx.channels.labels import narrow_uniform, varied_dims
 from smcp_fx.channels.trail import Layer
 from smcp_fx.cost_model import CostTerm, NetworkCost, Width
 from smcp_fx.costs.terms import network_cost, proportional, without_branch
@@ -97,7 +97,9 @@ def _products(
             yield name, count, (), 1
             continue
         lines = [summed[name]] if name in summed and count == traced.work[name] else []
-        lines += [channels.trail.columns[name][1]] if name in channels.trail.columns else []
+        lines += (
+            [narrow_uniform(channels.trail.blocks[name]).reshape(-1)] if name in channels.trail.blocks else []
+        )
         parts = (part for dim in channels.trail.mixed.get(name, ()) for part in dim)
         lines += [part for part in parts if isinstance(part, Tensor)]
         width, of = _left(channels, name)

@@ -157,9 +157,9 @@ def group_text(channels: ChannelGraph, name: str) -> Text:
     else:
         text.append("; must stay:", style="not bold")
         units = set(group.units.tolist())
-        why = {reason for unit in units for reason in channels.units.why.get(unit, [])}
-        for node, reason in sorted(why):
-            text.append(f"\n  - {reason}" + (f" (at {node!r})" if node else ""), style="yellow")
+        reasons = {reason for unit in units for reason in channels.units.why.get(unit)}
+        for node, why, _ in sorted(reasons):
+            text.append(f"\n  - {why}" + (f" (at {node!r})" if node else ""), style="yellow")
     for title, side, what in (("written by", "out", "output"), ("read by", "in", "input")):
         members = [(path, n) for (path, where), n in group.channels.items() if where == side]
         if members:

@@ -143,7 +143,7 @@ class State:
                 for _ in range(2):
                     self._model(*_cloned(self._inputs))
                     found.append(numbers_of(self._model) | flags_of(self._model))
-            except Exception:
+            except Exception:  # a model that refuses its example in this mode is refused where it is traced
                 return found[:1] * 3
         return found
 

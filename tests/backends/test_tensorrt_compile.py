@@ -62,6 +62,7 @@ def templates() -> dict[str, onnx.ModelProto]:
     return {}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("version", "precision", "interrupted"), [("10.16.1.11", "int8", False), ("11.4.0.106", "fp32", True)]
 )

@@ -15,8 +15,10 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 import smcp_fx
 from smcp_fx.calibration import gather_halfway, solve_best
 from smcp_fx.calibration.batches import each_batch, number_of
+from smcp_fx.calibration.candidates import drawn
 from smcp_fx.calibration.objective import Objective
 from smcp_fx.errors import InfeasibleBudgetError
+from smcp_fx.pruning.worth import Floats
 
 SMALL = smcp_fx.PruningConfig(multiple=1)
 Batches = list[tuple[Tensor, Tensor]]
@@ -93,13 +95,50 @@ def test_labels_that_are_missing_are_drawn_by_the_whole_network(monkeypatch: pyt
 def test_what_is_left_rests_on_both_gathers() -> None:
     prepared, batches = _gathered()
     gather_halfway(prepared, batches)
-    assert solve_best(prepared, batches) in (0.0, 0.5, 1.0)
+    solve_best(prepared, batches)
     assert prepared.pruner.present_cost <= 0.25 * prepared.pruner.full_cost
     smaller = smcp_fx.compress(_model(), batches, target=0.25, config=SMALL)
     expected = smcp_fx.convert(prepared)
     smcp_fx.repair(expected, prepared, batches)
     with torch.no_grad():
         assert_close(smaller(batches[0][0]), expected(batches[0][0]), "slicing")
+
+
+@pytest.mark.parametrize("wrong", ["0.0", "1.0", "2.0"])
+def test_worths_that_mislead_are_not_trusted(wrong: str) -> None:
+    prepared, batches = _gathered(0.5)
+    rises = prepared.pruner.rises
+    assert rises is not None
+    misleading = {name: curve * (1e-4 if name == wrong else 1) for name, curve in rises.items()}
+    prepared.smcp.rises = misleading
+    trust = solve_best(prepared, batches)
+    assert trust < 1
+    _assert_solved_by(prepared, drawn(misleading, prepared.pruner.cost, trust))
+
+
+def test_worths_that_know_of_dead_channels_are_trusted() -> None:
+    model, images = _model(), list(torch.randn(4, 16, 3, 8, 8))
+    with torch.no_grad():
+        model[1][0].weight[6:] = 0
+        model[1][1].weight[6:] = model[1][1].bias[6:] = 0
+    prepared = smcp_fx.prepare(model, images[0][:2], target=0.5, config=SMALL)
+    smcp_fx.gather_importance(prepared, images, outputs="classes")
+    before = prepared.pruner.rises
+    assert before is not None
+    trust = solve_best(prepared, images, outputs="classes")
+    assert trust > 0
+    _assert_solved_by(prepared, drawn(before, prepared.pruner.cost, trust))
+
+
+def _assert_solved_by(prepared: smcp_fx.PreparedModel, rises: dict[str, Floats]) -> None:
+    """Its rises are these, its masks their best, and its history holds nothing of other tries."""
+    own = prepared.pruner.rises
+    assert own is not None and len(prepared.pruner.history) == 1
+    for name, curve in rises.items():
+        assert_close(torch.from_numpy(own[name]), torch.from_numpy(curve), "rises")
+    masks = prepared.masks
+    prepared.pruner.solve()
+    assert all(torch.equal(mask, masks[name]) for name, mask in prepared.masks.items())
 
 
 @pytest.mark.parametrize("target", [1.0, 1e-9])

@@ -26,7 +26,7 @@ def test_awkward_network(case: Case, caplog: pytest.LogCaptureFixture) -> None:
     prepared = check_slicing(case.build(), case.inputs(), seeds=(0, 1), cost=CheckedCost())
     assert "cannot be built" not in caplog.text
     assert prepared.channels.free_share == pytest.approx(case.free)
-    assert entry(case, prepared.channels) in entries(), "run tests/free_channels_page.py"
+    assert entry(case, prepared) in entries(), "run tests/free_channels_page.py"
 
 
 def test_the_record_tells_of_each_network_once_and_the_page_is_its() -> None:

@@ -334,6 +334,7 @@ FORMATS: dict[str, Callable[[Path, bytes], Case]] = {
 FEW = {"table": 120, "settings": 150}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", list(FORMATS))
 def test_damage_is_told_or_harmless(
     name: str,

@@ -58,6 +58,7 @@ def finished(model_file: str, tmp_path_factory: pytest.TempPathFactory) -> Calla
 together = pytest.mark.xdist_group("compile runs")
 
 
+@pytest.mark.slow
 @together
 @pytest.mark.parametrize("cost", list(ASKED))
 def test_the_whole_way(cost: str, finished: Callable[[str], tuple[Path, str]]) -> None:

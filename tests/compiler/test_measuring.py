@@ -97,6 +97,7 @@ def measured_now(model: PreparedModel) -> float:
     return sum(p.numel() for p in smcp_fx.convert(model).parameters()) / model.pruner.full_cost
 
 
+@pytest.mark.slow
 def test_the_target_is_met_in_what_is_measured(tmp_path: Path) -> None:
     """Engines that take twice the square root: the prediction alone would miss by far."""
     model, said = prepared(), []

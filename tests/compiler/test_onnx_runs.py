@@ -58,6 +58,7 @@ def net(tmp_path: Path) -> Path:
     return tmp_path / "both.onnx"
 
 
+@pytest.mark.slow
 def test_arrays_by_input_name(net: Path, tmp_path: Path) -> None:
     (folder := tmp_path / "samples").mkdir()
     draw = np.random.default_rng(0)

@@ -50,6 +50,7 @@ def quantised_layers(file: Path) -> list[str]:
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", ["openvino"])
 def test_emitted_files_are_int8_and_float_ones_lie_beside_them(
     backend: str, work: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch

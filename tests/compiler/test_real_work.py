@@ -19,6 +19,7 @@ from smcp_fx.zoo.image_folder import image_folder
 from smcp_fx.zoo.pretrained import Preprocessing
 
 
+@pytest.mark.slow
 def test_images_weights_precision_and_processes(work: Path, capsys: pytest.CaptureFixture[str]) -> None:
     flags = ("--weights", "good.pth", "--augment", "strong", "--workers", "1", "--amp", "--device", "cpu")
     assert run(*flags) == 0

@@ -32,6 +32,7 @@ def report_of(folder: Path) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.slow
 def test_one_target(work: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(*TRAINED, "--target", "0.6") == 0
     shown = capsys.readouterr().out

@@ -21,6 +21,13 @@ from smcp_fx.report.trade_off import Point, Series, svg_file, trade_off
 Line = dict[str, Any]
 Lines = Sequence[Line]
 _Z = 1.959964
+#: What the README calls the methods.
+_PLAIN = {
+    OURS: "this library",
+    "uniform, eliminated and repaired": "uniform widths, our elimination and repair",
+    "Torch-Pruning, uniform L2": "uniform widths by L2 norm",
+    "Torch-Pruning": "Torch-Pruning, global Taylor",
+}
 #: What is tested, by network: a heading's end, what is right, and what there is to read about the task.
 ABOUT = {
     "EfficientNet-Lite0": (
@@ -214,7 +221,7 @@ def _short(lines: Lines) -> str:
                     else f"{100 * mine[t]['accuracy']:.1f}"
                     for t in targets
                 ]
-                rows.append([f"{network}, {'this library' if method == OURS else method}", dense, *cells])
+                rows.append([f"{network}, {_PLAIN.get(method, method)}", dense, *cells])
     return table(["right, %", "dense", *(f"{target:.0%} of the FLOPs" for target in targets)], rows)
 
 
