@@ -152,13 +152,6 @@ class Builder:
         at = self.shapes(value)
         return self._batches is not None and bool(at[0]) and (at[0][0], at[1][0]) == self._batches
 
-    def sizes(self, call: Call, position: int) -> list[Any]:
-        """Return the numbers and sizes that a shape holds; `InputError` where it follows from data."""
-        value = call.input(position)
-        if isinstance(value, SizeArray):
-            return value.flat
-        return [int(size) for size in call.constant(position).reshape(-1)]
-
     # ---- constants, modules and names ---------------------------------------------------------------------
 
     def name(self, tensor: Tensor, name: str) -> Tensor:
@@ -197,22 +190,15 @@ class Builder:
 
     def make_room(self, path: str) -> None:
         """Take away a folder of weights that one node each reads, for the layer that is made of them."""
-        owner, _, last = path.rpartition(".")
-        folder = self.root.get_submodule(owner)._modules.get(last) if self._is_folder(owner) else None
+        folder = dict(self.root.named_modules()).get(path)
         if folder is None or path in self._paths or list(folder.children()):
             return
         names = [f"{path}.{name}" for name in folder._parameters]
         readers = [node for node in self.graph.nodes if node.op == "get_attr" and node.target in names]
         if all(len(node.users) == 1 for node in readers):
+            owner, _, last = path.rpartition(".")
             del self.root.get_submodule(owner)._modules[last]
             self._paths -= set(names)
-
-    def _is_folder(self, path: str) -> bool:
-        try:
-            self.root.get_submodule(path)
-        except AttributeError:
-            return False
-        return True
 
     def placed(self, tensor: Tensor) -> fx.Node:
         """Return the node that reads a constant: a parameter where the file names it and it is no integer."""

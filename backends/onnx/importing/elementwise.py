@@ -8,6 +8,7 @@ from collections.abc import Callable
 from functools import reduce
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, fx
@@ -34,6 +35,7 @@ ARITHMETIC: dict[str, Callable[..., Any]] = {
 }  # fmt: skip
 _LOGIC = {"And": torch.logical_and, "Or": torch.logical_or, "Xor": torch.logical_xor}
 _SIXTH = 1 / 6
+_SELU = {"alpha": 1.6732632423543772, "gamma": 1.0507009873554805}
 
 
 def scalar(value: Any) -> Any:
@@ -66,11 +68,9 @@ def _numbers(function: Callable[..., Any]) -> Rule:
 def _div(b: Builder, call: Call) -> Any:
     left, right = operands(b, call)
     whole = not b.dtype(call.inputs[0]).is_floating_point
-    return (
-        b.call(torch.div, left, right, rounding_mode="trunc")
-        if whole
-        else b.call(operator.truediv, left, right)
-    )
+    if whole:
+        return b.call(torch.div, left, right, rounding_mode="trunc")
+    return b.call(operator.truediv, left, right)
 
 
 def _mod(b: Builder, call: Call) -> Any:
@@ -135,10 +135,8 @@ def with_attributes(function: Callable[..., Any], **defaults: float | None) -> R
 
 
 def _selu(b: Builder, call: Call) -> Any:
-    alpha, gamma = call.attribute("alpha", 1.6732632423543772), call.attribute("gamma", 1.0507009873554805)
-    if math.isclose(alpha, 1.6732632423543772, rel_tol=1e-6) and math.isclose(
-        gamma, 1.0507009873554805, rel_tol=1e-6
-    ):
+    alpha, gamma = (call.attribute(name, usual) for name, usual in _SELU.items())
+    if np.allclose((alpha, gamma), tuple(_SELU.values()), rtol=1e-6, atol=0):
         return b.call(F.selu, call.inputs[0])
     return b.call(operator.mul, b.call(F.elu, call.inputs[0], alpha), gamma)
 

@@ -15,8 +15,8 @@ from smcp_fx.backends.onnx.importing.elementwise import Rule
 from smcp_fx.backends.onnx.importing.size_arithmetic import combined
 
 
-def _windows(b: Builder, call: Call, kernel: list[int]) -> tuple[Any, list[int], list[int], list[int]]:
-    """Return the input, padded where its ends differ, strides, paddings that are left, and dilations."""
+def _windows(b: Builder, call: Call, kernel: list[int]) -> tuple[Any, tuple[tuple[int, ...], ...]]:
+    """Return the input, padded where its ends differ, and strides, paddings that are left, and dilations."""
     rank, x = len(kernel), call.inputs[0]
     strides = list(call.attribute("strides", [1] * rank))
     dilations = list(call.attribute("dilations", [1] * rank))
@@ -39,10 +39,10 @@ def _windows(b: Builder, call: Call, kernel: list[int]) -> tuple[Any, list[int],
         pads = list(call.attribute("pads", [0] * 2 * rank)) if automatic != "VALID" else [0] * 2 * rank
         begins, ends = pads[:rank], pads[rank:]
     if all(isinstance(p, int) and p == q for p, q in zip(begins, ends, strict=True)):
-        return x, strides, begins, dilations
+        return x, (tuple(strides), tuple(begins), tuple(dilations))
     value = float("-inf") if call.kind == "MaxPool" else 0.0
     flat = tuple(p for pair in reversed(list(zip(begins, ends, strict=True))) for p in pair)
-    return b.call(F.pad, x, flat, "constant", value), strides, [0] * rank, dilations
+    return b.call(F.pad, x, flat, "constant", value), (tuple(strides), (0,) * rank, tuple(dilations))
 
 
 def _same_padding(b: Builder, size: Any, reach: int, stride: int) -> Any:
@@ -61,22 +61,12 @@ def _same_padding(b: Builder, size: Any, reach: int, stride: int) -> Any:
 def _conv(b: Builder, call: Call) -> Any:
     weight, bias, groups = call.inputs[1], call.input(2), call.attribute("group", 1)
     kernel = list(b.shapes(weight)[0][2:])
-    x, strides, padding, dilations = _windows(b, call, kernel)
-    rank = len(kernel)
+    x, windows = _windows(b, call, kernel)
     if not isinstance(weight, Tensor) or not isinstance(bias, (Tensor, type(None))):
-        return b.call(
-            call.of_rank(F, "conv", rank),
-            x,
-            weight,
-            bias,
-            tuple(strides),
-            tuple(padding),
-            tuple(dilations),
-            groups,
-        )
-    layer = call.of_rank(nn, "Conv", rank)(
-        weight.shape[1] * groups, weight.shape[0], tuple(kernel), tuple(strides), tuple(padding), tuple(dilations),
-        groups, bias is not None, device="meta",
+        return b.call(call.of_rank(F, "conv", len(kernel)), x, weight, bias, *windows, groups)
+    layer = call.of_rank(nn, "Conv", len(kernel))(
+        weight.shape[1] * groups, weight.shape[0], tuple(kernel), *windows, groups, bias is not None,
+        device="meta",
     )  # fmt: skip
     return _called(b, call, layer, x, weight=weight, bias=bias)
 
@@ -209,24 +199,22 @@ def _max_pool(b: Builder, call: Call) -> Any:
     kernel = list(call.attribute("kernel_shape"))
     if len(call.proto.output) > 1 and call.proto.output[1]:
         raise call.refused("its indices are read")
-    x, strides, padding, dilations = _windows(b, call, kernel)
+    x, (strides, padding, dilations) = _windows(b, call, kernel)
     if any(2 * p > k for p, k in zip(padding, kernel, strict=True)):
         flat = tuple(p for pad in reversed(padding) for p in (pad, pad))
-        x, padding = b.call(F.pad, x, flat, "constant", float("-inf")), [0] * len(kernel)
-    return b.call(
-        call.of_rank(F, "max_pool", len(kernel)), x, tuple(kernel), tuple(strides), tuple(padding), tuple(dilations),
-        bool(call.attribute("ceil_mode", 0)),
-    )  # fmt: skip
+        x, padding = b.call(F.pad, x, flat, "constant", float("-inf")), (0,) * len(kernel)
+    pool, ceil = call.of_rank(F, "max_pool", len(kernel)), bool(call.attribute("ceil_mode", 0))
+    return b.call(pool, x, tuple(kernel), strides, padding, dilations, ceil)
 
 
 def _average_pool(b: Builder, call: Call) -> Any:
     kernel, counted = list(call.attribute("kernel_shape")), bool(call.attribute("count_include_pad", 0))
-    x, strides, padding, dilations = _windows(b, call, kernel)
+    x, (strides, padding, dilations) = _windows(b, call, kernel)
     if any(d != 1 for d in dilations) or (x is not call.inputs[0] and not counted):
         raise call.refused("dilations, or padding that differs at the two ends and is not counted")
     ceil = bool(call.attribute("ceil_mode", 0))
     pool = call.of_rank(F, "avg_pool", len(kernel))
-    return b.call(pool, x, tuple(kernel), tuple(strides), tuple(padding), ceil, counted)
+    return b.call(pool, x, tuple(kernel), strides, padding, ceil, counted)
 
 
 LAYERS: dict[str, Rule] = {

@@ -36,7 +36,7 @@ def reshape(b: Builder, x: Any, sizes: list[Any]) -> Any:
 
 
 def _reshape(b: Builder, call: Call) -> Any:
-    x, wanted = call.inputs[0], b.sizes(call, 1)
+    x, wanted = call.inputs[0], call.sizes(1)
     rank = call.rank or 0
     if not call.attribute("allowzero", 0):
         if any(size == 0 and axis >= rank for axis, size in enumerate(wanted)):
@@ -87,7 +87,7 @@ def _unsqueeze(b: Builder, call: Call) -> Any:
 
 
 def _expand(b: Builder, call: Call) -> Any:
-    x, wanted = call.inputs[0], b.sizes(call, 1)
+    x, wanted = call.inputs[0], call.sizes(1)
     own, rank = b.shapes(x), len(b.shapes(x)[0])
     if rank > len(wanted):
         wanted = [1] * (rank - len(wanted)) + wanted
@@ -125,13 +125,7 @@ def _slice(b: Builder, call: Call) -> Any:
         return x
     while keys[-1] == slice(None):
         keys.pop()
-    return b.call(operator.getitem, x, tuple(_plain_slice(key) for key in keys))
-
-
-def _plain_slice(key: slice) -> slice:
-    return slice(
-        *(v if v is None or isinstance(v, Size) else int(v) for v in (key.start, key.stop, key.step))
-    )
+    return b.call(operator.getitem, x, tuple(keys))
 
 
 def _split(b: Builder, call: Call) -> Any:
@@ -221,13 +215,9 @@ def _scatter_elements(b: Builder, call: Call) -> Any:
     return b.call(torch.scatter, call.inputs[0], call.axis(0), *call.inputs[1:])
 
 
-def _tile(b: Builder, call: Call) -> Any:
-    return b.call(torch.tile, call.inputs[0], tuple(b.sizes(call, 1)))
-
-
 def _pad(b: Builder, call: Call) -> Any:
     rank = call.rank or 0
-    pads = list(call.attributes["pads"]) if "pads" in call.attributes else b.sizes(call, 1)
+    pads = list(call.attributes["pads"]) if "pads" in call.attributes else call.sizes(1)
     if call.has(3):
         axes = [axis % rank for axis in call.given("", 3) or []]
         sparse, pads = pads, [0] * (2 * rank)
@@ -284,7 +274,7 @@ def _size(b: Builder, call: Call) -> Any:
 def _constant_of_shape(b: Builder, call: Call) -> Any:
     proto = call.attributes.get("value")
     value = torch.zeros(1) if proto is None else call.file.tensor(proto)
-    return b.full(b.sizes(call, 0), value.item(), value.dtype)
+    return b.full(call.sizes(0), value.item(), value.dtype)
 
 
 def _constant(b: Builder, call: Call) -> Any:
@@ -351,7 +341,7 @@ MOVEMENT: dict[str, Rule] = {
     "GatherND": _gather_nd,
     "ScatterND": _scatter_nd,
     "ScatterElements": _scatter_elements,
-    "Tile": _tile,
+    "Tile": lambda b, call: b.call(torch.tile, call.inputs[0], tuple(call.sizes(1))),
     "Pad": _pad,
     "DepthToSpace": _depth_to_space,
     "SpaceToDepth": _space_to_depth,

@@ -23,7 +23,7 @@ def _resize(b: Builder, call: Call) -> Any:
         raise call.refused(f"a value of rank {rank}")
     way, old = call.attribute("mode", "nearest"), _is_old(call)
     at = call.attribute("coordinate_transformation_mode", "asymmetric" if old else "half_pixel")
-    scales, sizes = _scales(b, call), b.sizes(call, 3) if call.has(3) else None
+    scales, sizes = _scales(b, call), call.sizes(3) if call.has(3) else None
     if call.attributes.get("axes"):
         raise call.refused("a resize of some axes")
     options: dict[str, Any] = {}
