@@ -13,7 +13,6 @@ import argparse
 import json
 import sys
 import tempfile
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -27,8 +26,8 @@ from PIL import Image
 import smcp_fx
 
 RECORD = Path(__file__).resolve().parent.parent / "docs" / "records" / "onnxsim.jsonl"
-#: Halvings of the sparsity's range; samples at a time; rounds of the timing.
-_HALVINGS, _BATCH, _ROUNDS = 7, 8, 60
+#: Halvings of the sparsity's range; samples at a time.
+_HALVINGS, _BATCH = 7, 8
 
 
 class Comparison:
@@ -44,15 +43,11 @@ class Comparison:
 
     def run(self, file: Path) -> np.ndarray[Any, Any]:
         """Return a file's outputs on the samples to compare on."""
-        session = self.session(file)
-        parts = range(0, len(self.others), _BATCH)
-        return np.concatenate([session.run(None, {self.name: self.others[i : i + _BATCH]})[0] for i in parts])
-
-    def session(self, file: Path) -> onnxruntime.InferenceSession:
-        """Return a session of one thread."""
         options = onnxruntime.SessionOptions()
         options.intra_op_num_threads = 1
-        return onnxruntime.InferenceSession(file, options)
+        session = onnxruntime.InferenceSession(file, options)
+        parts = range(0, len(self.others), _BATCH)
+        return np.concatenate([session.run(None, {self.name: self.others[i : i + _BATCH]})[0] for i in parts])
 
     def cost(self, file: Path) -> float:
         """Return a file's multiply-adds."""
@@ -61,7 +56,7 @@ class Comparison:
         return cost
 
     def row(self, method: str, file: Path, sparsity: float | None = None) -> dict[str, Any]:
-        """Return what is left of the file: its FLOPs, agreement as smcp-compile tells it, and latency."""
+        """Return what is left of the file: its FLOPs, and agreement as smcp-compile tells it."""
         found, whole = self.run(file), self.whole
         if self.outputs.startswith("classes"):
             agreement = float((found.argmax(-1) == whole.argmax(-1)).mean())
@@ -70,22 +65,7 @@ class Comparison:
         return {
             "file": self.file.name, "method": method, "sparsity": sparsity, "samples": len(self.others),
             "flops": round(self.cost(file) / self.full, 4), "agreement": round(agreement, 4),
-            "latency": round(self.latency(file), 3),
         }  # fmt: skip
-
-    def latency(self, file: Path) -> float:
-        """Return a file's latency over the whole one's, of one sample: the median of runs in turns."""
-        sessions = [self.session(self.file), self.session(file)]
-        given, times = {self.name: self.others[:1]}, list[float]()
-        for _ in range(_ROUNDS):
-            seconds = []
-            for session in sessions:
-                session.run(None, given)
-                began = time.perf_counter()
-                session.run(None, given)
-                seconds.append(time.perf_counter() - began)
-            times.append(seconds[1] / seconds[0])
-        return float(np.median(times))
 
     def least(self, prune: Callable[[float], Any], target: float, path: Path) -> float | None:
         """Write the least pruned network that reaches the target; return its sparsity, or None if none does."""
