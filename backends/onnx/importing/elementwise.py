@@ -115,14 +115,8 @@ def _prelu(b: Builder, call: Call) -> Any:
     x, slope = call.inputs
     if isinstance(slope, Tensor) and slope.numel() == 1:
         return b.call(F.leaky_relu, x, slope.item())
-    if (
-        isinstance(slope, Tensor)
-        and call.rank
-        and slope.dim() == call.rank - 1
-        and slope.numel() == slope.shape[0]
-    ):
-        flat = b.name(slope.reshape(-1), b.name_of(slope))
-        return b.call(F.prelu, x, flat)
+    if isinstance(slope, Tensor) and (call.rank, slope.numel()) == (slope.dim() + 1, slope.shape[0]):
+        return b.call(F.prelu, x, b.name(slope.reshape(-1), b.name_of(slope)))
     positive = b.call(F.relu, x)
     return b.call(operator.add, positive, b.call(operator.mul, b.call(operator.sub, x, positive), slope))
 
@@ -154,11 +148,8 @@ def _as(b: Builder, x: Any, kind: torch.dtype) -> Any:
 
 def _where(b: Builder, call: Call) -> Any:
     condition, *chosen = call.inputs
-    if (
-        isinstance(condition, Tensor)
-        and condition.numel() == 1
-        and not any(b.shapes(value) != b.shapes(chosen[0]) for value in chosen)
-    ):
+    single = isinstance(condition, Tensor) and condition.numel() == 1
+    if single and b.shapes(chosen[0]) == b.shapes(chosen[1]):
         return chosen[0] if bool(condition) else chosen[1]
     return b.call(torch.where, condition, *chosen)
 

@@ -112,11 +112,8 @@ def _slice(b: Builder, call: Call) -> Any:
     keys: list[Any] = [slice(None)] * (call.rank or 0)
     for start, end, axis, step in zip(starts, ends, axes, steps, strict=True):
         if step < 0:
-            if (
-                step != -1
-                or end is not None
-                or (start not in (-1,) and not (isinstance(start, int) and start > 2**30))
-            ):
+            whole = isinstance(start, int) and (start == -1 or start > 2**30) and end is None
+            if step != -1 or not whole:
                 raise call.refused(f"a slice from {start} to {end} in steps of {step}")
             x = b.call(torch.flip, x, (axis,))
         else:
@@ -302,14 +299,11 @@ def _one_hot(b: Builder, call: Call) -> Any:
     indices, _, values = call.inputs
     low, high = (float(v) for v in call.constant(2))
     found = b.call(F.one_hot, indices, int(call.constant(1)))
-    rank = (b.rank(indices) or 0) + 1
-    axis = call.attribute("axis", -1) % rank
-    found = b.method(
-        "to", b.call(torch.movedim, found, -1, axis) if axis != rank - 1 else found, values.dtype
-    )
-    return (
-        found if (low, high) == (0, 1) else b.call(operator.add, b.call(operator.mul, found, high - low), low)
-    )
+    axis = call.attribute("axis", -1)
+    found = b.method("to", found if axis == -1 else b.call(torch.movedim, found, -1, axis), values.dtype)
+    if (low, high) == (0, 1):
+        return found
+    return b.call(operator.add, b.call(operator.mul, found, high - low), low)
 
 
 def _trilu(b: Builder, call: Call) -> Any:

@@ -173,11 +173,7 @@ def _layer_norm(b: Builder, node: Any) -> fx.Node | None:
 def _normalised(core: Any) -> tuple[Any, float, Sequence[int]] | None:
     """Return x, epsilon and the axes of a value that is normalised."""
     centred, deviation = core.args
-    if (
-        not isinstance(centred, fx.Node)
-        or centred.target is not operator.sub
-        or not _is(deviation, torch.sqrt)
-    ):
+    if not _is(centred, operator.sub) or not _is(deviation, torch.sqrt):
         return None
     parts: Any = (*centred.args, *deviation.args)
     x, mean, shifted = parts[:3]

@@ -54,11 +54,8 @@ def _softmax(function: Callable[..., Any]) -> Rule:
     def apply(b: Builder, call: Call) -> Any:
         x, rank = call.inputs[0], call.rank or 0
         axis = call.axis(-1 if call.opset >= _OF_ONE_AXIS else 1)
-        if (
-            call.opset >= _OF_ONE_AXIS
-            or axis == rank - 1
-            or all(shape[axis + 1 :] == (1,) * (rank - axis - 1) for shape in b.shapes(x))
-        ):
+        last = all(shape[axis + 1 :] == (1,) * (rank - axis - 1) for shape in b.shapes(x))
+        if call.opset >= _OF_ONE_AXIS or last:
             return b.call(function, x, axis)
         flat = b.call(function, b.call(torch.flatten, x, axis), axis)
         return reshape(b, flat, [b.size(x, a) for a in range(rank)])

@@ -38,16 +38,9 @@ def _elementwise(function: Callable[..., Any]) -> Rule:
         arrays = np.broadcast_arrays(*(as_array(value) for value in call.inputs))
         rows = zip(*(array.reshape(-1) for array in arrays), strict=True)
         found = array_of((combined(builder, function, *row) for row in rows), arrays[0].shape)
-        return as_value(found, _dtype_of(call, function))
+        return as_value(found, torch.bool if function in _COMPARISONS else call.inputs[0].dtype)
 
     return apply
-
-
-def _dtype_of(call: Call, function: Callable[..., Any]) -> torch.dtype:
-    if function in _COMPARISONS:
-        return torch.bool
-    found: torch.dtype = next(value.dtype for value in call.inputs)
-    return found
 
 
 def _div(builder: Builder, call: Call) -> Any:
