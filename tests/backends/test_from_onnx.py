@@ -64,6 +64,8 @@ CASES: dict[str, list[onnx.NodeProto]] = {
     ],
     "resize_linear": [n("Resize", "x none scales", mode="linear", coordinate_transformation_mode="half_pixel")],
     "resize_to": [n("Shape", "x", "s"), n("Mul", "s tiles", "t"), n("Resize", "x none none t", mode="linear")],
+    "upsample": [n("Upsample", "x scales")],
+    "resize_old": [n("Resize", "x scales")],
     "slice": [n("Slice", "x one end three")],
     "split": [n("Split", "x parts", "a b2", axis=1), n("Concat", "b2 a", axis=1)],
     "gather": [n("Gather", "x pick", axis=1)],
@@ -94,7 +96,7 @@ CASES: dict[str, list[onnx.NodeProto]] = {
 
 @pytest.mark.parametrize("name", CASES)
 def test_an_operator_computes_what_onnx_runtime_does(name: str, tmp_path: Path) -> None:
-    opset = 18 if name == "Mish" else 17
+    opset = {"Mish": 18, "upsample": 9, "resize_old": 10}.get(name, 17)
     path = write(tmp_path, CASES[name], HELD, opset=opset)
     module = smcp_fx.from_onnx(path)
     x = torch.randn(4, 4, 40, 72)  # a size that it was not read at
