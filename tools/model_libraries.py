@@ -40,6 +40,10 @@ _TRANSFORMERS: dict[str, tuple[str, dict[str, Any]]] = {
                                           "intermediate_size": 96, "image_size": 64}),
     "segformer": ("SegformerForSemanticSegmentation", {"hidden_sizes": [16, 32, 40, 64], "depths": [1, 1, 1, 1],
                                                        "decoder_hidden_size": 32}),
+    "detr": ("DetrForObjectDetection", {
+        "use_timm_backbone": True, "backbone": "resnet18", "use_pretrained_backbone": False, "d_model": 32,
+        "encoder_layers": 1, "decoder_layers": 1, "encoder_ffn_dim": 64, "decoder_ffn_dim": 64, "num_queries": 10,
+        "encoder_attention_heads": 4, "decoder_attention_heads": 4}),
     "swin": ("SwinForImageClassification", {"image_size": 64, "embed_dim": 24, "depths": [1, 1], "num_heads": [2, 4],
                                             "window_size": 4}),
     "mobilenet_v2": ("MobileNetV2ForImageClassification", {"depth_multiplier": 0.5}),

@@ -50,3 +50,16 @@ class UNet(nn.Module):
             x = block(torch.cat([before, larger], 1))
         scores: Tensor = self.head(x)
         return scores
+
+
+class Tensors(nn.Module):
+    """A model of transformers: images [b, 3, h, w] to scores, and to boxes where it has any."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        """Return the outputs."""
+        found = self.model(pixel_values=x)
+        return tuple(found[name] for name in ("logits", "pred_boxes") if name in found)

@@ -2,9 +2,10 @@
 
     python tools/sweep_onnx.py [--files FILE ...] [--only TEXT] [--record FILE] [--again]
 
-Without --files: torchvision's and timm's networks by both of PyTorch's exporters, a tagger, a U-Net with open height
-and width, a file in half precision and one with its weights beside it. Each file runs in a process of its own. A line
-of JSON is written the moment a result is there; a file that has a line is not run again, unless --again says so.
+Without --files: torchvision's, timm's and transformers' networks by both of PyTorch's exporters, a tagger, a U-Net
+with open height and width, a file in half precision and one with its weights beside it. Each file runs in a process
+of its own. A line of JSON is written the moment a result is there; a file that has a line is not run again, unless
+--again says so.
 """
 
 from __future__ import annotations
@@ -40,8 +41,11 @@ _TIMM = (
     "vit_tiny_patch16_224", "convnext_atto", "ghostnet_100", "levit_128s", "edgenext_xx_small", "poolformer_s12",
     "mixer_s32_224", "repvgg_a0", "efficientformerv2_s0", "mobilevit_xxs", "gmlp_ti16_224", "res2net50_14w_8s",
 )  # fmt: skip
+_TRANSFORMERS = ("vit", "segformer", "detr")
 #: What these names hold takes images of no other size.
 _OF_224 = ("224", "levit", "efficientformer", "swin")
+#: These are too wide to be pruned in minutes on one core; they are read, compared and prepared.
+_WIDE = ("convnext_tiny", "vgg", "swin", "mixer", "gmlp", "repvgg", "res2net", "efficientformer")
 #: Target of the pruning, a share of the FLOPs; inputs that it is repaired on; seconds of one file.
 TARGET, _BATCHES, _LIMIT = 0.7, 2, 900
 
@@ -99,7 +103,31 @@ def page(rows: dict[str, dict[str, Any]]) -> str:
         told = " ".join("; ".join(others).replace("|", "/").split())
         shown = "" if free is None else f"{free:.3f}"
         lines.append(f"| {name} | {', '.join(exact)} | {shown} | {', '.join(pruned)} | {told} |")
-    return "\n".join(lines) + "\n"
+    return "\n".join([*lines, *_beside_onnxsim()]) + "\n"
+
+
+def _beside_onnxsim() -> list[str]:
+    """Return the part on what `compare_onnxsim.py` recorded."""
+    lines = [
+        "",
+        "## Beside onnxsim",
+        "",
+        "Written by `python tools/compare_onnxsim.py`: the OCR files with their own weights, on text lines, half of",
+        "them to calibrate (the classifier's turned by 180 degrees, every other pair) and half to compare with the",
+        "whole file. onnxsim 0.8.1 takes channels out by norms, one layer and its reader at a time, of equal shares",
+        "everywhere; its fine-tuning fits linear layers alone. Agreement is the share of equal classes; of the",
+        "detector's map, 1 less the squared error relative to its variance.",
+        "",
+        "| file | method | FLOPs | agreement |",
+        "|---|---|---|---|",
+    ]
+    for row in map(json.loads, (RECORD.parent / "onnxsim.jsonl").read_text().splitlines()):
+        if "least" in row:
+            found = f"{row['least']:.1%} at the least |"
+        else:
+            found = f"{row['flops']:.1%} | {row['agreement']:.1%}"
+        lines.append(f"| {row['file']} | {row['method']} | {found} |")
+    return lines
 
 
 Maker = Callable[[Path], Path]
@@ -112,11 +140,15 @@ def _given(file: Path) -> tuple[Maker, bool]:
 def makers() -> dict[str, tuple[Maker, bool]]:
     """Return what writes each file into a folder, by name, and whether the file is pruned."""
     found: dict[str, tuple[Maker, bool]] = {}
-    for library, names, ways in (("torchvision", _TORCHVISION, _WAYS), ("timm", _TIMM, _TIMM_WAYS)):
+    for library, names, ways in (
+        ("torchvision", _TORCHVISION, _WAYS), ("timm", _TIMM, _TIMM_WAYS),
+        ("transformers", _TRANSFORMERS, _TIMM_WAYS),
+    ):  # fmt: skip
         for name in names:
             for index, (exporter, opset) in enumerate(ways):
                 key = f"{library}:{name} {exporter} {opset}"
-                found[key] = (_exported(f"{library}:{name}", exporter, opset), index < 2)
+                prunes = index < 2 and not any(part in name for part in _WIDE)
+                found[key] = (_exported(f"{library}:{name}", exporter, opset), prunes)
     for key in ("tagger", "unet", "half", "external"):
         found[key] = (lambda folder, key=key: _special(key, folder), True)  # type: ignore[misc]
     return found
@@ -124,13 +156,17 @@ def makers() -> dict[str, tuple[Maker, bool]]:
 
 def _exported(spec: str, exporter: str, opset: int) -> Maker:
     def write(folder: Path) -> Path:
+        from model_libraries import build
+        from onnx_networks import Tensors
         from random_weights import randomise
 
         from smcp_fx.zoo.models import build_model
 
-        model = build_model(spec).eval()
-        randomise(model)
-        return export(model, 224 if any(part in spec for part in _OF_224) else 128, folder, exporter, opset)
+        library, _, name = spec.partition(":")
+        model = Tensors(build(library, name)) if library == "transformers" else build_model(spec)
+        randomise(model.eval())
+        side = 224 if any(part in name for part in _OF_224) else 64 if library == "transformers" else 128
+        return export(model, side, folder, exporter, opset)
 
     return write
 

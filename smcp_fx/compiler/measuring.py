@@ -234,7 +234,10 @@ def accuracy_of(engine: Engine, data: ImageData, fitted: FittedModel, batch: int
             torch.cat([value, value[:1].expand(batch - count, *value.shape[1:])]) if count < batch else value
             for value in inputs  # engines of a fixed batch take only full ones
         ]
-        found = [torch.from_numpy(output[:count]) for output in engine.run([v.numpy() for v in filled])]
+        found = [
+            torch.from_numpy(output[:count] if count < batch else output)
+            for output in engine.run([v.numpy() for v in filled])
+        ]
         right += data.right(found[0] if len(found) == 1 else found, labels)
         total += count
     return right / total

@@ -33,8 +33,10 @@ class Answers:
         first = next(iter(self.readings.values()))
         return first.shape[first.dim] if first.kind == "classes" else 0
 
-    def agreement(self, found: Any, wanted: Mapping[str, Tensor]) -> float:
+    def agreement(self, found: Any, wanted: Mapping[str, Tensor], alone: bool = False) -> float:
         """Return the sum over samples of how far outputs agree, from 0 to 1: the mean over outputs.
+
+        The samples are along the first axis, unless all is of one (``alone``).
 
         Of classes, and of yes or no, it is the share of equal answers, of values 1 less the squared error relative to
         their variance.
@@ -42,10 +44,11 @@ class Answers:
         ours, parts = named_tensors(found), []
         for name, reading in self.readings.items():
             a, b = reading.scores(ours[name].cpu()), reading.scores(wanted[name])
+            samples = 1 if alone else len(b)
             if reading.kind == "values":
-                error = ((a - b) ** 2).reshape(len(b), -1).mean(1) / self.variances[name]
+                error = ((a - b) ** 2).reshape(samples, -1).mean(1) / self.variances[name]
                 parts.append((1 - error).clamp_min(0))
             else:
                 same = a.argmax(-1) == b.argmax(-1) if reading.kind == "classes" else (a > 0) == (b > 0)
-                parts.append(same.float().reshape(len(b), -1).mean(1))
+                parts.append(same.float().reshape(samples, -1).mean(1))
         return float(torch.stack(parts).mean(0).sum())

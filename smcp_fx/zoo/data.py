@@ -31,7 +31,8 @@ class ImageData:
     """Training and test images with integer labels; each sample is ([channels, size, size], label).
 
     ``workers``: the processes that load them; 0 is this one. ``labelled``: False where the labels mean nothing;
-    ``answers`` then says what the outputs are that stand beside the test samples, once they do.
+    ``answers`` then says what the outputs are that stand beside the test samples, once they do. ``alone``: the
+    network takes one sample at a time, so that its outputs may have the samples along no axis.
     """
 
     name: str
@@ -43,11 +44,12 @@ class ImageData:
     workers: int = 0
     labelled: bool = True
     answers: Answers | None = None
+    alone: bool = False
 
     def right(self, outputs: Any, labels: Any) -> float:
         """Return how many of a batch of test samples a network gets right: by labels, or as far as they agree."""
         if self.answers is not None:
-            return self.answers.agreement(outputs, labels)
+            return self.answers.agreement(outputs, labels, self.alone)
         return int((outputs.argmax(1).cpu() == labels).sum())
 
     def drawn(self, count: int, seed: int) -> ImageData:
@@ -65,15 +67,14 @@ class ImageData:
             for inputs, _ in self.tests(64, channels, size):
                 given = as_tuple(inputs)
                 found = named_tensors(network(*(tensor.to(device) for tensor in given)))
-                if not found or any(len(output) != len(given[0]) for output in found.values()):
+                every: list[Any] = [slice(None)] if self.alone else list(range(len(given[0])))
+                if not found or any(len(output) != len(every) for output in found.values() if not self.alone):
+                    sizes = ", ".join(str(list(output.shape)) for output in found.values()) or "none"
                     raise InputError(
-                        "the network's outputs are not numbers for each sample in their first axis, so that samples "
-                        "cannot be compared: prune it in Python, by a loss of your own"
+                        f"the network's outputs ({sizes}) are not numbers for each of {len(every)} samples in their "
+                        "first axis, so that samples cannot be compared: prune it in Python, by a loss of your own"
                     )
-                kept += [
-                    {name: output[i].cpu().clone() for name, output in found.items()}
-                    for i in range(len(given[0]))
-                ]
+                kept += [{name: output[i].cpu().clone() for name, output in found.items()} for i in every]
         network.train(training)
         return replace(self, test=_Beside(self.test, kept))
 

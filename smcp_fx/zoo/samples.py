@@ -11,7 +11,7 @@ from zipfile import BadZipFile
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, default_collate
 
 from smcp_fx.errors import InputError
 from smcp_fx.zoo.data import ImageData
@@ -38,7 +38,7 @@ class Samples(ImageData):
 
     def tests(self, batch: int, channels: int, size: int) -> Iterator[tuple[Any, Any]]:
         """Yield the test samples in order."""
-        return iter(DataLoader(self.test, min(batch, self.most)))
+        return iter(DataLoader(self.test, min(batch, self.most), collate_fn=_alone if self.alone else None))
 
 
 def load_samples(
@@ -66,7 +66,14 @@ def load_samples(
             raise InputError(f"{spec}: there are {len(every)} .npz files; two are the least" + absent(root))
     tests = every[::FOLD][:_MOST_TESTS]
     train = [file for file in every if file not in set(tests)]
-    return Samples(spec, dataset(train, made), dataset(tests, made), 0, 0, 0, labelled=False, most=most)
+    sets = dataset(train, made), dataset(tests, made)
+    return Samples(spec, *sets, 0, 0, 0, labelled=False, alone=most == 1, most=most)
+
+
+def _alone(samples: list[tuple[Any, Any]]) -> tuple[Any, Any]:
+    """Return one sample as a batch, and the outputs beside it as the network gives them."""
+    ((inputs, outputs),) = samples
+    return default_collate([inputs]), outputs
 
 
 def _told(examples: dict[str, Tensor]) -> str:

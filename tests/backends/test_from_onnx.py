@@ -64,6 +64,8 @@ CASES: dict[str, list[onnx.NodeProto]] = {
     ],
     "resize_linear": [n("Resize", "x none scales", mode="linear", coordinate_transformation_mode="half_pixel")],
     "resize_to": [n("Shape", "x", "s"), n("Mul", "s tiles", "t"), n("Resize", "x none none t", mode="linear")],
+    "upsample": [n("Upsample", "x scales")],
+    "resize_old": [n("Resize", "x scales")],
     "slice": [n("Slice", "x one end three")],
     "split": [n("Split", "x parts", "a b2", axis=1), n("Concat", "b2 a", axis=1)],
     "gather": [n("Gather", "x pick", axis=1)],
@@ -81,6 +83,7 @@ CASES: dict[str, list[onnx.NodeProto]] = {
     ],
     "einsum": [n("Einsum", "x x", equation="bchw,bdhw->bcd")],
     "flat": [n("Reshape", "x flat")],
+    **{f"flat_{axis}": [n("Flatten", axis=axis)] for axis in (0, 2, 4)},
     "expand": [n("Shape", "x", "s"), n("GlobalMaxPool", "x", "g"), n("Expand", "g s")],
     "sizes": [
         n("Shape", "x", "s"), n("Gather", "s three", "wide"), n("Div", "wide two", "half"),
@@ -93,12 +96,34 @@ CASES: dict[str, list[onnx.NodeProto]] = {
 
 @pytest.mark.parametrize("name", CASES)
 def test_an_operator_computes_what_onnx_runtime_does(name: str, tmp_path: Path) -> None:
-    opset = 18 if name == "Mish" else 17
+    opset = {"Mish": 18, "upsample": 9, "resize_old": 10}.get(name, 17)
     path = write(tmp_path, CASES[name], HELD, opset=opset)
     module = smcp_fx.from_onnx(path)
     x = torch.randn(4, 4, 40, 72)  # a size that it was not read at
     expected = ort.InferenceSession(path).run(["y"], {"x": x.numpy()})[0]
     torch.testing.assert_close(module(x), torch.from_numpy(expected), rtol=1e-4, atol=1e-5)
+
+
+def test_strides_that_are_taken_apart_are_a_reshape(tmp_path: Path) -> None:
+    """An exporter writes as_strided as the places of all elements, computed from the batch."""
+    held = {"four": np.array(4), "nil": np.array(0), "one": np.array(1), "all": np.array([-1]),
+            "axis": np.array([1]), "channels": np.arange(4), "turned": np.arange(4)[::-1].copy()}  # fmt: skip
+    for channels in ("channels", "turned"):
+        nodes = [
+            n("ReduceMean", "x", "m", axes=[2, 3]), n("Reshape", "m all", "flat"), n("Shape", "x", "s"),
+            n("Gather", "s nil", "batch"), n("Range", "nil batch one", "rows"), n("Mul", "rows four", "r"),
+            n("Unsqueeze", "r axis", "u"), n("Add", f"u {channels}", "places"), n("Gather", "flat places"),
+        ]  # fmt: skip
+        called = functions(smcp_fx.from_onnx(write(tmp_path, nodes, held)))
+        assert (torch.index_select in called) == (channels == "turned")
+
+
+def test_one_constant_that_is_spread_has_no_channels(tmp_path: Path) -> None:
+    held = {"number": np.array([3.0], np.float32)}
+    module = smcp_fx.from_onnx(
+        write(tmp_path, [n("Shape", "x", "s"), n("Expand", "number s", "e"), n("Add", "x e")], held)
+    )
+    assert "new_full" in functions(module)
 
 
 @pytest.mark.parametrize("kind", ["LSTM", "GRU", "RNN"])
@@ -169,6 +194,15 @@ def test_factors_and_summands_become_part_of_a_layer(tmp_path: Path) -> None:
     nodes = [n("Conv", "x conv1.weight", "c"), n("Mul", "c scale", "p"), n("Add", "p scale")]
     module = smcp_fx.from_onnx(write(tmp_path, nodes, held))
     assert functions(module) == [] and module.get_submodule("conv1").bias is not None
+
+
+def test_a_vector_that_two_layers_read_is_no_tie(tmp_path: Path) -> None:
+    """Exporters write equal vectors once; a layer that is called twice shares its matrix and its bias."""
+    held = weights(v=(4, 4, 1, 1), w=(4, 4, 1, 1)) | {"zeros": np.zeros(4, np.float32)}
+    nodes = [n("Conv", "x v zeros", "a"), n("Conv", "a w zeros", "b"), n("Conv", "b w zeros")]
+    first, second, third = smcp_fx.from_onnx(write(tmp_path, nodes, held)).children()
+    assert second.weight is third.weight and second.bias is third.bias
+    assert first.bias is not second.bias
 
 
 def test_a_batch_of_one_is_opened_where_samples_are_independent(tmp_path: Path) -> None:

@@ -10,13 +10,19 @@ import onnx
 import pytest
 import torch
 from onnx import helper, numpy_helper
+from onnx_files import n, weights, write
 from PIL import Image
+from rich.console import Console
 
 from smcp_fx.cli.inspect import main as inspect_main
 from smcp_fx.cli.table import main as table_main
 from smcp_fx.compiler import CompileSettings, compile_model
+from smcp_fx.compiler.judging import held_against_dense
+from smcp_fx.compiler.telling import Teller
+from smcp_fx.compiler.training import accuracy
 from smcp_fx.errors import InputError
 from smcp_fx.latency.table import LatencyTable
+from smcp_fx.zoo.models import FittedModel
 from smcp_fx.zoo.onnx_file import examples_of, read_network, takes_several
 from smcp_fx.zoo.pretrained import Preprocessing, preprocessing_by
 from smcp_fx.zoo.samples import load_samples
@@ -81,6 +87,29 @@ def test_arrays_by_input_name(net: Path, tmp_path: Path) -> None:
     ]
     assert {entry.key: entry.value for entry in found.metadata_props}["stride"] == "4"
     assert found.graph.input[0].type.tensor_type.shape.dim[0].dim_param == "batch"
+
+
+def test_a_sample_at_a_time_whose_outputs_begin_with_positions(tmp_path: Path) -> None:
+    """Recognisers in old files: one image, and scores [positions, 1, classes]."""
+    held = weights(w=(5, 3, 3, 3)) | {"to": np.array([1, 5, -1])}
+    nodes = [n("Conv", "x w", "c"), n("Reshape", "c to", "r"), n("Transpose", "r", perm=[2, 0, 1])]
+    network = read_network(write(tmp_path, nodes, held, (1, 3, 8, 12)))
+    assert not takes_several(network)
+    (folder := tmp_path / "samples").mkdir()
+    for index in range(8):
+        np.savez(folder / f"{index}.npz", x=np.random.default_rng(index).standard_normal((3, 8, 12)))
+    data = load_samples(f"npz:{folder}", Path(), {"x": torch.zeros(1, 3, 8, 12)}, Preprocessing(), 1)
+    fitted = FittedModel(network, "", 0, 0, (), None, True, ("y",))
+    data = held_against_dense(data, fitted, "classes", Teller(Console(quiet=True)))
+    assert data.answers is not None and data.answers.kinds == {"": "classes:2"}
+    assert accuracy(network, fitted, data) == 1
+    samples = [data.test[index][0][None] for index in range(len(data.test))]  # type: ignore[arg-type]
+    whole = [network(x).argmax(2) for x in samples]
+    assert whole[0].shape == (60, 1)
+    with torch.no_grad():
+        next(network.parameters())[0] *= 2
+    same = [network(x).argmax(2) == y for x, y in zip(samples, whole, strict=True)]
+    assert accuracy(network, fitted, data) == pytest.approx(torch.stack(same).float().mean().item())
 
 
 METADATA: list[tuple[dict[str, str], tuple[Any, ...]]] = [

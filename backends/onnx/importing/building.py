@@ -22,6 +22,10 @@ from smcp_fx.errors import InputError
 _MOST_VALUE, _MOST_CONSTANTS = 2**28, 2**30
 
 
+#: Most elements of a value that follows from sizes alone and is computed at the examples.
+_MOST_KNOWN = 2**20
+
+
 class SizesError(InputError):
     """Values of these sizes do not go through the network; others may."""
 
@@ -39,7 +43,8 @@ class Builder:
         self.root = nn.Module()
         self.values: dict[str, Any] = {"": None}
         self.examples: dict[fx.Node, tuple[Any, Any]] = {}
-        self.shared: dict[int, tuple[Tensor, nn.Parameter]] = {}  # weights of layers
+        #: Weights of layers, by the matrix and the value.
+        self.shared: dict[tuple[int, int], tuple[Tensor, Tensor, nn.Parameter]] = {}
         self._named: dict[int, tuple[str, Tensor]] = {}  # constants that the file names
         self._placed: dict[int, fx.Node] = {}  # constants that the graph reads
         self._paths: set[str] = set()
@@ -55,23 +60,15 @@ class Builder:
 
     def call(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Call a function: now if all its arguments are constant, in the graph otherwise."""
-        given = (args, kwargs)
-        if not self._varies(given):
-            return self._folded(function, args, kwargs)
-        at = [self._at(function, given, which) for which in (0, 1)]
-        return self._added("call_function", function, given, at)
+        return self._called("call_function", function, function, args, kwargs)
 
-    def method(self, name: str, owner: Any, *args: Any, **kwargs: Any) -> Any:
-        """Call a tensor's method."""
+    def method(self, name: str, *args: Any, **kwargs: Any) -> Any:
+        """Call a tensor's method; the tensor is the first argument."""
 
         def function(tensor: Tensor, *rest: Any, **named: Any) -> Any:
             return getattr(tensor, name)(*rest, **named)
 
-        given = ((owner, *args), kwargs)
-        if not self._varies(given):
-            return self._folded(function, (owner, *args), kwargs)
-        at = [self._at(function, given, which) for which in (0, 1)]
-        return self._added("call_method", name, given, at)
+        return self._called("call_method", name, function, args, kwargs)
 
     def module(self, path: str, module: nn.Module, *args: Any) -> fx.Node:
         """Call a module, put at this path or one like it."""
@@ -81,7 +78,7 @@ class Builder:
         }
 
         def function(*rest: Any) -> Any:
-            return torch.func.functional_call(module, tensors, rest)
+            return torch.func.functional_call(module, tensors, pytree.tree_map_only(Tensor, _on_meta, rest))
 
         at = [self._at(function, (args, {}), which) for which in (0, 1)]
         return self._added("call_module", self.place(path, module.eval()), (args, {}), at)
@@ -98,8 +95,8 @@ class Builder:
 
     def full(self, sizes: Sequence[Any], value: float | bool, dtype: torch.dtype) -> Any:
         """Return a tensor of one value, on the device of the first input."""
-        if not self._varies((tuple(sizes), {})):
-            return self._folded(torch.full, (tuple(sizes), value), {"dtype": dtype})
+        if not self._varies(tuple(sizes)):
+            return self.call(torch.full, tuple(sizes), value, dtype=dtype)
         return self.method("new_full", self.first, tuple(sizes), value, dtype=dtype)
 
     def tensor(self, sizes: SizeArray) -> fx.Node:
@@ -111,7 +108,7 @@ class Builder:
     def device(self) -> fx.Node:
         """The device of the first input, for what makes tensors."""
         node = self.graph.call_function(getattr, (self.first, "device"))
-        self.examples[node] = (torch.device("meta"),) * 2
+        self.examples[node] = (torch.device("cpu"),) * 2
         return node
 
     # ---- what rules ask -----------------------------------------------------------------------------------
@@ -145,17 +142,15 @@ class Builder:
             return at[0]
         return Size(self.graph.call_method("size", (value, axis)), (at[0], at[1]))
 
+    def known(self, value: Any) -> tuple[Tensor, Tensor] | None:
+        """Return a tensor at both examples, where it follows from sizes alone."""
+        at: tuple[Tensor, Tensor] = self.examples[value]
+        return None if any(tensor.is_meta for tensor in at) else at
+
     def has_opened_batch(self, value: Any) -> bool:
         """Is a value's first axis the batch that the file fixes to one sample, and that was opened?"""
         at = self.shapes(value)
         return self._batches is not None and bool(at[0]) and (at[0][0], at[1][0]) == self._batches
-
-    def sizes(self, call: Call, position: int) -> list[Any]:
-        """Return the numbers and sizes that a shape holds; `InputError` where it follows from data."""
-        value = call.input(position)
-        if isinstance(value, SizeArray):
-            return value.flat
-        return [int(size) for size in call.constant(position).reshape(-1)]
 
     # ---- constants, modules and names ---------------------------------------------------------------------
 
@@ -195,22 +190,15 @@ class Builder:
 
     def make_room(self, path: str) -> None:
         """Take away a folder of weights that one node each reads, for the layer that is made of them."""
-        owner, _, last = path.rpartition(".")
-        folder = self.root.get_submodule(owner)._modules.get(last) if self._is_folder(owner) else None
+        folder = dict(self.root.named_modules()).get(path)
         if folder is None or path in self._paths or list(folder.children()):
             return
         names = [f"{path}.{name}" for name in folder._parameters]
         readers = [node for node in self.graph.nodes if node.op == "get_attr" and node.target in names]
         if all(len(node.users) == 1 for node in readers):
+            owner, _, last = path.rpartition(".")
             del self.root.get_submodule(owner)._modules[last]
             self._paths -= set(names)
-
-    def _is_folder(self, path: str) -> bool:
-        try:
-            self.root.get_submodule(path)
-        except AttributeError:
-            return False
-        return True
 
     def placed(self, tensor: Tensor) -> fx.Node:
         """Return the node that reads a constant: a parameter where the file names it and it is no integer."""
@@ -228,30 +216,42 @@ class Builder:
 
     # ---- inside -------------------------------------------------------------------------------------------
 
+    def _called(self, op: str, target: Any, function: Callable[..., Any], *given: Any) -> Any:
+        if not self._varies(given):
+            return self._folded(function, *given)
+        return self._added(op, target, given, [self._at(function, given, which) for which in (0, 1)])
+
     def _varies(self, given: Any) -> bool:
         found = []
         map_aggregate(given, lambda leaf: found.append(leaf) if isinstance(leaf, (fx.Node, Size)) else None)
         return bool(found)
 
     def _at(self, function: Callable[..., Any], given: Any, which: int) -> Any:
+        """Return what a function makes at an example: sizes alone, but small values where all it reads is known."""
+
         def example(leaf: Any) -> Any:
             if isinstance(leaf, fx.Node):
                 return self.examples[leaf][which]
-            if isinstance(leaf, Size):
-                return leaf.at[which]
-            return leaf.to("meta") if isinstance(leaf, Tensor) else leaf
+            return leaf.at[which] if isinstance(leaf, Size) else leaf
 
-        args, kwargs = map_aggregate(given, example)
+        known = map_aggregate(given, example)
+        args, kwargs = pytree.tree_map_only(Tensor, _on_meta, known)
         try:
             with torch.device("meta"), torch.no_grad():
                 found = function(*args, **kwargs)
+            self._check_size(found)
+            read = [leaf for leaf in pytree.tree_leaves(known) if isinstance(leaf, Tensor)]
+            made = [leaf for leaf in pytree.tree_leaves(found) if isinstance(leaf, Tensor)]
+            small = sum(leaf.numel() for leaf in made) <= _MOST_KNOWN
+            if small and self._varies(given) and not any(leaf.is_meta for leaf in read):
+                with torch.no_grad():
+                    found = function(*known[0], **known[1])
         except InputError:
             raise
         except Exception as error:
             told = [tuple(leaf.shape) for leaf in pytree.tree_leaves(args) if isinstance(leaf, Tensor)]
             first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
             raise SizesError(f"values of sizes {told} do not go through it: {first}") from error
-        self._check_size(found)
         return found
 
     def _check_size(self, found: Any) -> None:
@@ -287,6 +287,10 @@ class Builder:
         node = self.graph.create_node(op, target, args, kwargs)
         self.examples[node] = (at[0], at[1])
         return node
+
+
+def _on_meta(tensor: Tensor) -> Tensor:
+    return tensor.to("meta")
 
 
 def identifier(name: str) -> str:

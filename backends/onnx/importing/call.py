@@ -58,6 +58,12 @@ class Call:
         value = self.attributes.get(name, default)
         return value.decode() if isinstance(value, bytes) else value
 
+    def of_rank(self, owner: Any, name: str, rank: int) -> Any:
+        """Return torch's operation over so many dimensions, as nn.Conv2d; `InputError` where it has none."""
+        if not 1 <= rank <= 3:
+            raise self.refused(f"it is over {rank} dimensions, and not 1 to 3")
+        return getattr(owner, f"{name}{rank}d")
+
     def has(self, position: int) -> bool:
         """Is there such an input?"""
         return position < len(self.inputs) and self.inputs[position] is not None
@@ -110,7 +116,7 @@ class Call:
             starts, ends = list(self.attributes["starts"]), list(self.attributes["ends"])
             axes = list(self.attributes.get("axes", range(len(starts))))
         else:
-            starts, ends = (self._bounds(position) for position in (1, 2))
+            starts, ends = (self.sizes(position) for position in (1, 2))
             axes = self.given("", 3) or list(range(len(starts)))
         steps = self.given("", 4) or [1] * len(starts)
         assert self.rank is not None
@@ -118,11 +124,12 @@ class Call:
             raise self.refused(f"axes {axes} of a value of rank {self.rank}")
         return starts, [_end(end) for end in ends], [axis % self.rank for axis in axes], steps
 
-    def _bounds(self, position: int) -> list[Any]:
+    def sizes(self, position: int) -> list[Any]:
+        """Return the numbers and sizes that an input holds; `InputError` where it follows from data."""
         value = self.input(position)
         if isinstance(value, SizeArray):
             return value.flat
-        return [int(bound) for bound in self.constant(position).reshape(-1)]
+        return [int(size) for size in self.constant(position).reshape(-1)]
 
 
 def _end(end: Any) -> Any:

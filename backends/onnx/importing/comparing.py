@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
+from itertools import repeat
 from typing import Any
 
 import numpy as np
@@ -30,11 +31,9 @@ def compare(file: OnnxFile, module: fx.GraphModule, inputs: Sequence[tuple[Tenso
     for given in inputs:
         found = run_session(session, _feed(file, given))
         expected = _run(module, given)
-        if any(_differs(file, a, b) for a, b in zip(found, expected, strict=True)):
+        if any(map(_differs, repeat(file), found, expected)):
             rounding = _rounding(module, given, expected)
-            if rounding is None or any(
-                _differs(file, a, b, r) for a, b, r in zip(found, expected, rounding, strict=True)
-            ):
+            if rounding is None or any(map(_differs, repeat(file), found, expected, rounding)):
                 raise BackendError(_told(file, module, given, found, expected))
 
 

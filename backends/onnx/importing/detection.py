@@ -22,10 +22,8 @@ def _nms(b: Builder, call: Call) -> Any:
     most, overlap, least = (
         float(call.constant(p).reshape(-1)[0]) if call.has(p) else None for p in (2, 3, 4)
     )
-    boxes, scores = (
-        b.call(torch.select, boxes, 0, 0),
-        b.call(torch.select, b.call(torch.select, scores, 0, 0), 0, 0),
-    )
+    boxes = b.call(torch.select, boxes, 0, 0)
+    scores = b.call(torch.select, b.call(torch.select, scores, 0, 0), 0, 0)
     if least is not None and least > 0:
         raise call.refused("a least score: filter before it")
     at = tuple(torch.empty(some, dtype=torch.int64, device="meta") for some in (5, 7))
@@ -43,16 +41,14 @@ def _roi_align(b: Builder, call: Call) -> Any:
     x, boxes, images = call.inputs
     if call.attribute("mode", "avg") != "avg":
         raise call.refused("mode other than avg")
-    aligned = (
-        call.attribute("coordinate_transformation_mode", "half_pixel") == "half_pixel" and call.opset >= 16
-    )
+    halves = call.attribute("coordinate_transformation_mode", "half_pixel") == "half_pixel"
     kind = b.dtype(boxes)
     column = b.call(torch.unsqueeze, b.method("to", images, kind), 1)
     size = (call.attribute("output_height", 1), call.attribute("output_width", 1))
     rois = b.call(torch.cat, [column, boxes], 1)
     return b.call(
         roi_align, x, rois, size, float(call.attribute("spatial_scale", 1.0)),
-        int(call.attribute("sampling_ratio", 0)) or -1, aligned,
+        int(call.attribute("sampling_ratio", 0)) or -1, halves and call.opset >= 16,
     )  # fmt: skip
 
 

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from functools import reduce
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, fx
@@ -28,14 +29,13 @@ _UNARY: dict[str, Callable[..., Any]] = {
     "Sinh": torch.sinh, "Softplus": F.softplus, "Softsign": F.softsign, "Sqrt": torch.sqrt, "Tan": torch.tan,
     "Tanh": torch.tanh, "IsInf": torch.isinf,
 }  # fmt: skip
-_BINARY: dict[str, Callable[..., Any]] = {
+ARITHMETIC: dict[str, Callable[..., Any]] = {
     "Add": operator.add, "Sub": operator.sub, "Mul": operator.mul, "Pow": operator.pow, "Equal": operator.eq,
     "Greater": operator.gt, "GreaterOrEqual": operator.ge, "Less": operator.lt, "LessOrEqual": operator.le,
-    "And": torch.logical_and, "Or": torch.logical_or, "Xor": torch.logical_xor,
 }  # fmt: skip
-#: These take tensors only, so that numbers stay tensors.
-_TENSORS = frozenset({"And", "Or", "Xor"})
+_LOGIC = {"And": torch.logical_and, "Or": torch.logical_or, "Xor": torch.logical_xor}
 _SIXTH = 1 / 6
+_SELU = {"alpha": 1.6732632423543772, "gamma": 1.0507009873554805}
 
 
 def scalar(value: Any) -> Any:
@@ -45,10 +45,6 @@ def scalar(value: Any) -> Any:
     if isinstance(value, Tensor) and value.numel() == 1 and value.dtype is not torch.bool:
         return value.item()
     return value
-
-
-def _unary(function: Callable[..., Any]) -> Rule:
-    return lambda b, call: b.call(function, call.inputs[0])
 
 
 def operands(b: Builder, call: Call) -> list[Any]:
@@ -65,22 +61,16 @@ def operands(b: Builder, call: Call) -> list[Any]:
     ]
 
 
-def _binary(function: Callable[..., Any]) -> Rule:
-    def apply(b: Builder, call: Call) -> Any:
-        given = call.inputs if call.kind in _TENSORS else operands(b, call)
-        return b.call(function, *given)
-
-    return apply
+def _numbers(function: Callable[..., Any]) -> Rule:
+    return lambda b, call: b.call(function, *operands(b, call))
 
 
 def _div(b: Builder, call: Call) -> Any:
     left, right = operands(b, call)
     whole = not b.dtype(call.inputs[0]).is_floating_point
-    return (
-        b.call(torch.div, left, right, rounding_mode="trunc")
-        if whole
-        else b.call(operator.truediv, left, right)
-    )
+    if whole:
+        return b.call(torch.div, left, right, rounding_mode="trunc")
+    return b.call(operator.truediv, left, right)
 
 
 def _mod(b: Builder, call: Call) -> Any:
@@ -92,12 +82,8 @@ def _folded(function: Callable[..., Any]) -> Rule:
     return lambda b, call: reduce(lambda left, right: b.call(function, left, right), call.inputs)
 
 
-def _sum(b: Builder, call: Call) -> Any:
-    return reduce(lambda left, right: b.call(operator.add, left, right), call.inputs)
-
-
 def _mean(b: Builder, call: Call) -> Any:
-    return b.call(operator.truediv, _sum(b, call), len(call.inputs))
+    return b.call(operator.truediv, _folded(operator.add)(b, call), len(call.inputs))
 
 
 def _clip(b: Builder, call: Call) -> Any:
@@ -129,23 +115,13 @@ def _prelu(b: Builder, call: Call) -> Any:
     x, slope = call.inputs
     if isinstance(slope, Tensor) and slope.numel() == 1:
         return b.call(F.leaky_relu, x, slope.item())
-    if (
-        isinstance(slope, Tensor)
-        and call.rank
-        and slope.dim() == call.rank - 1
-        and slope.numel() == slope.shape[0]
-    ):
-        flat = b.name(slope.reshape(-1), b.name_of(slope))
-        return b.call(F.prelu, x, flat)
+    if isinstance(slope, Tensor) and (call.rank, slope.numel()) == (slope.dim() + 1, slope.shape[0]):
+        return b.call(F.prelu, x, b.name(slope.reshape(-1), b.name_of(slope)))
     positive = b.call(F.relu, x)
     return b.call(operator.add, positive, b.call(operator.mul, b.call(operator.sub, x, positive), slope))
 
 
-def _gelu(b: Builder, call: Call) -> Any:
-    return b.call(F.gelu, call.inputs[0], approximate=call.attribute("approximate", "none"))
-
-
-def _with(function: Callable[..., Any], **defaults: float) -> Rule:
+def with_attributes(function: Callable[..., Any], **defaults: float | None) -> Rule:
     """Of one operand and attributes that the function takes by position, in this order."""
     return lambda b, call: b.call(
         function, call.inputs[0], *(call.attribute(name, value) for name, value in defaults.items())
@@ -153,10 +129,8 @@ def _with(function: Callable[..., Any], **defaults: float) -> Rule:
 
 
 def _selu(b: Builder, call: Call) -> Any:
-    alpha, gamma = call.attribute("alpha", 1.6732632423543772), call.attribute("gamma", 1.0507009873554805)
-    if math.isclose(alpha, 1.6732632423543772, rel_tol=1e-6) and math.isclose(
-        gamma, 1.0507009873554805, rel_tol=1e-6
-    ):
+    alpha, gamma = (call.attribute(name, usual) for name, usual in _SELU.items())
+    if np.allclose((alpha, gamma), tuple(_SELU.values()), rtol=1e-6, atol=0):
         return b.call(F.selu, call.inputs[0])
     return b.call(operator.mul, b.call(F.elu, call.inputs[0], alpha), gamma)
 
@@ -165,45 +139,41 @@ def _cast(b: Builder, call: Call) -> Any:
     to = call.attribute("to", 0)
     if to not in DTYPES:
         raise call.refused("a cast to a type that cannot be imported")
-    x = call.inputs[0]
-    return x if b.dtype(x) == DTYPES[to] else b.method("to", x, DTYPES[to])
+    return _as(b, call.inputs[0], DTYPES[to])
 
 
-def _cast_like(b: Builder, call: Call) -> Any:
-    x, kind = call.inputs[0], b.dtype(call.inputs[1])
+def _as(b: Builder, x: Any, kind: torch.dtype) -> Any:
     return x if b.dtype(x) == kind else b.method("to", x, kind)
 
 
 def _where(b: Builder, call: Call) -> Any:
     condition, *chosen = call.inputs
-    if (
-        isinstance(condition, Tensor)
-        and condition.numel() == 1
-        and not any(b.shapes(value) != b.shapes(chosen[0]) for value in chosen)
-    ):
+    single = isinstance(condition, Tensor) and condition.numel() == 1
+    if single and b.shapes(chosen[0]) == b.shapes(chosen[1]):
         return chosen[0] if bool(condition) else chosen[1]
     return b.call(torch.where, condition, *chosen)
 
 
 ELEMENTWISE: dict[str, Rule] = {
-    **{name: _unary(function) for name, function in _UNARY.items()},
-    **{name: _binary(function) for name, function in _BINARY.items()},
+    **{name: with_attributes(function) for name, function in _UNARY.items()},
+    **{name: _numbers(function) for name, function in ARITHMETIC.items()},
+    **{name: _folded(function) for name, function in _LOGIC.items()},
     "Div": _div,
     "Mod": _mod,
     "Max": _folded(torch.maximum),
     "Min": _folded(torch.minimum),
-    "Sum": _sum,
+    "Sum": _folded(operator.add),
     "Mean": _mean,
     "Clip": _clip,
     "HardSigmoid": _hard_sigmoid,
     "PRelu": _prelu,
-    "Gelu": _gelu,
-    "LeakyRelu": _with(F.leaky_relu, alpha=0.01),
-    "Elu": _with(F.elu, alpha=1.0),
-    "Celu": _with(F.celu, alpha=1.0),
+    "Gelu": lambda b, call: b.call(F.gelu, call.inputs[0], approximate=call.attribute("approximate", "none")),
+    "LeakyRelu": with_attributes(F.leaky_relu, alpha=0.01),
+    "Elu": with_attributes(F.elu, alpha=1.0),
+    "Celu": with_attributes(F.celu, alpha=1.0),
     "Selu": _selu,
     "Cast": _cast,
-    "CastLike": _cast_like,
+    "CastLike": lambda b, call: _as(b, call.inputs[0], b.dtype(call.inputs[1])),
     "Where": _where,
     "Identity": lambda b, call: call.inputs[0],
     "Dropout": lambda b, call: call.inputs[0],

@@ -181,9 +181,13 @@ def _nodes(nodes: Iterable[onnx.NodeProto]) -> Iterator[onnx.NodeProto]:
     """Yield nodes, and those of the graphs inside them."""
     for node in nodes:
         yield node
-        for attribute in node.attribute:
-            for inner in (attribute.g, *attribute.graphs) if attribute.HasField("g") else attribute.graphs:
-                yield from _nodes(inner.node)
+        for inner in _inside(node):
+            yield from _nodes(inner.node)
+
+
+def _inside(node: onnx.NodeProto) -> Iterator[onnx.GraphProto]:
+    for attribute in node.attribute:
+        yield from (attribute.g, *attribute.graphs)  # an empty one where there is none
 
 
 def _tensors(graph: onnx.GraphProto) -> Iterator[TensorProto]:
@@ -192,8 +196,8 @@ def _tensors(graph: onnx.GraphProto) -> Iterator[TensorProto]:
     for node in graph.node:
         for attribute in node.attribute:
             yield from (attribute.t, *attribute.tensors)
-            for inner in (attribute.g, *attribute.graphs):
-                yield from _tensors(inner)
+        for inner in _inside(node):
+            yield from _tensors(inner)
 
 
 _KINDS = frozenset(TensorProto.DataType.values())

@@ -115,17 +115,14 @@ class Interface:
 
     def pairs_from(self, shapes: Shapes) -> Iterator[tuple[Shapes, Shapes]]:
         """Yield these shapes beside others with open axes twice as large, or less where the network takes no such."""
-        for enlarged in (
-            lambda axis: True,
-            lambda axis: axis == 0,
-            lambda axis: axis != 0,
-            lambda axis: False,
-        ):
-            other = []
-            for port, shape in zip(self.inputs, shapes, strict=True):
-                other.append(
-                    tuple(2 * s if a in port.open_axes and enlarged(a) else s for a, s in enumerate(shape))
+        for batch, rest in ((True, True), (True, False), (False, True), (False, False)):
+            other = [
+                tuple(
+                    2 * s if a in port.open_axes and (rest if a else batch) else s
+                    for a, s in enumerate(shape)
                 )
+                for port, shape in zip(self.inputs, shapes, strict=True)
+            ]
             yield shapes, tuple(other)
 
     def shapes_of(self, text: str) -> Shapes:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -15,31 +14,9 @@ from smcp_fx.backends.onnx.importing.call import Call
 from smcp_fx.backends.onnx.importing.elementwise import Rule
 from smcp_fx.backends.onnx.importing.size_arithmetic import combined
 
-_CONV: dict[int, Callable[..., nn.Module]] = {1: nn.Conv1d, 2: nn.Conv2d, 3: nn.Conv3d}
-_CONV_TRANSPOSE: dict[int, Callable[..., nn.Module]] = {
-    1: nn.ConvTranspose1d,
-    2: nn.ConvTranspose2d,
-    3: nn.ConvTranspose3d,
-}
-_CONV_FUNCTIONS = {1: F.conv1d, 2: F.conv2d, 3: F.conv3d}
-_BATCH_NORM: dict[int, Callable[..., nn.Module]] = {
-    2: nn.BatchNorm1d, 3: nn.BatchNorm1d, 4: nn.BatchNorm2d, 5: nn.BatchNorm3d,
-}  # fmt: skip
-_INSTANCE_NORM: dict[int, Callable[..., nn.Module]] = {
-    3: nn.InstanceNorm1d, 4: nn.InstanceNorm2d, 5: nn.InstanceNorm3d,
-}  # fmt: skip
-_MAX_POOL = {1: F.max_pool1d, 2: F.max_pool2d, 3: F.max_pool3d}
-_AVERAGE_POOL = {1: F.avg_pool1d, 2: F.avg_pool2d, 3: F.avg_pool3d}
 
-
-def parameter(b: Builder, value: Tensor) -> nn.Parameter:
-    """Return a constant as a weight; one that two layers share stays one."""
-    held = b.shared.setdefault(id(value), (value, nn.Parameter(value)))
-    return held[1]
-
-
-def _windows(b: Builder, call: Call, kernel: list[int]) -> tuple[Any, list[int], list[int], list[int]]:
-    """Return the input, padded where its ends differ, strides, paddings that are left, and dilations."""
+def _windows(b: Builder, call: Call, kernel: list[int]) -> tuple[Any, tuple[tuple[int, ...], ...]]:
+    """Return the input, padded where its ends differ, and strides, paddings that are left, and dilations."""
     rank, x = len(kernel), call.inputs[0]
     strides = list(call.attribute("strides", [1] * rank))
     dilations = list(call.attribute("dilations", [1] * rank))
@@ -62,10 +39,10 @@ def _windows(b: Builder, call: Call, kernel: list[int]) -> tuple[Any, list[int],
         pads = list(call.attribute("pads", [0] * 2 * rank)) if automatic != "VALID" else [0] * 2 * rank
         begins, ends = pads[:rank], pads[rank:]
     if all(isinstance(p, int) and p == q for p, q in zip(begins, ends, strict=True)):
-        return x, strides, begins, dilations
+        return x, (tuple(strides), tuple(begins), tuple(dilations))
     value = float("-inf") if call.kind == "MaxPool" else 0.0
     flat = tuple(p for pair in reversed(list(zip(begins, ends, strict=True))) for p in pair)
-    return b.call(F.pad, x, flat, "constant", value), strides, [0] * rank, dilations
+    return b.call(F.pad, x, flat, "constant", value), (tuple(strides), (0,) * rank, tuple(dilations))
 
 
 def _same_padding(b: Builder, size: Any, reach: int, stride: int) -> Any:
@@ -84,17 +61,12 @@ def _same_padding(b: Builder, size: Any, reach: int, stride: int) -> Any:
 def _conv(b: Builder, call: Call) -> Any:
     weight, bias, groups = call.inputs[1], call.input(2), call.attribute("group", 1)
     kernel = list(b.shapes(weight)[0][2:])
-    x, strides, padding, dilations = _windows(b, call, kernel)
-    rank = len(kernel)
-    if rank not in _CONV:
-        raise call.refused(f"a convolution over {rank} dimensions")
+    x, windows = _windows(b, call, kernel)
     if not isinstance(weight, Tensor) or not isinstance(bias, (Tensor, type(None))):
-        return b.call(
-            _CONV_FUNCTIONS[rank], x, weight, bias, tuple(strides), tuple(padding), tuple(dilations), groups
-        )
-    layer = _CONV[rank](
-        weight.shape[1] * groups, weight.shape[0], tuple(kernel), tuple(strides), tuple(padding), tuple(dilations),
-        groups, bias is not None, device="meta",
+        return b.call(call.of_rank(F, "conv", len(kernel)), x, weight, bias, *windows, groups)
+    layer = call.of_rank(nn, "Conv", len(kernel))(
+        weight.shape[1] * groups, weight.shape[0], tuple(kernel), *windows, groups, bias is not None,
+        device="meta",
     )  # fmt: skip
     return _called(b, call, layer, x, weight=weight, bias=bias)
 
@@ -107,10 +79,8 @@ def _conv_transpose(b: Builder, call: Call) -> Any:
     pads = list(call.attribute("pads", [0] * 2 * rank))
     if call.attribute("auto_pad", "NOTSET") != "NOTSET" or "output_shape" in call.attributes:
         raise call.refused("auto_pad or output_shape: export it with explicit pads")
-    if rank not in _CONV_TRANSPOSE:
-        raise call.refused(f"a convolution over {rank} dimensions")
     begins, ends = pads[:rank], pads[rank:]
-    layer = _CONV_TRANSPOSE[rank](
+    layer = call.of_rank(nn, "ConvTranspose", rank)(
         weight.shape[0], weight.shape[1] * groups, tuple(kernel), tuple(strides),
         tuple(begins) if begins == ends else 0, tuple(extra), groups, bias is not None, tuple(dilations),
         device="meta",
@@ -123,13 +93,20 @@ def _conv_transpose(b: Builder, call: Call) -> Any:
 
 
 def _called(b: Builder, call: Call, layer: nn.Module, x: Any, **weights: Tensor | None) -> Any:
-    """Call a layer with these weights; the same layer where the file has called one of the same weights."""
+    """Call a layer with these weights; layers of one matrix share it, and a bias that both have.
+
+    Vectors alone are not shared: exporters write equal ones, such as zeros, once for all layers.
+    """
+    matrix = weights["weight"]
     for name, value in weights.items():
         if value is not None:
             own = getattr(layer, name)
             if tuple(own.shape) != tuple(value.shape):
                 raise call.refused(f"its {name} is of sizes {tuple(value.shape)}, not {tuple(own.shape)}")
-            setattr(layer, name, parameter(b, value))
+            held = nn.Parameter(value.clone() if value.dim() == 1 else value)
+            if matrix is not None and matrix.dim() > 1:
+                *_, held = b.shared.setdefault((id(matrix), id(value)), (matrix, value, held))
+            setattr(layer, name, held)
     return b.module(module_path(call, b.name_of(weights["weight"])), layer, x)
 
 
@@ -174,10 +151,10 @@ def _batch_norm(b: Builder, call: Call) -> Any:
         raise call.refused(
             "it normalises by the batch, as in training: export the network after model.eval()"
         )
-    if call.rank not in _BATCH_NORM:
-        raise call.refused(f"a value of rank {call.rank}")
     epsilon, momentum = call.attribute("epsilon", 1e-5), call.attribute("momentum", 0.9)
-    layer: Any = _BATCH_NORM[call.rank](weight.numel(), epsilon, 1 - momentum)
+    layer: Any = call.of_rank(nn, "BatchNorm", max((call.rank or 0) - 2, 1))(
+        weight.numel(), epsilon, 1 - momentum
+    )
     if any(value.shape != (weight.numel(),) for value in (bias, mean, var)):
         raise call.refused("its weights are of different sizes")
     layer.running_mean, layer.running_var = mean.clone(), var.clone()
@@ -185,10 +162,10 @@ def _batch_norm(b: Builder, call: Call) -> Any:
 
 
 def _instance_norm(b: Builder, call: Call) -> Any:
-    if call.rank not in _INSTANCE_NORM:
-        raise call.refused(f"a value of rank {call.rank}")
     weight = call.constant(1)
-    layer = _INSTANCE_NORM[call.rank](weight.numel(), call.attribute("epsilon", 1e-5), affine=True)
+    layer = call.of_rank(nn, "InstanceNorm", (call.rank or 0) - 2)(
+        weight.numel(), call.attribute("epsilon", 1e-5), affine=True
+    )
     return _called(b, call, layer, call.inputs[0], weight=weight, bias=call.constant(2))
 
 
@@ -222,23 +199,22 @@ def _max_pool(b: Builder, call: Call) -> Any:
     kernel = list(call.attribute("kernel_shape"))
     if len(call.proto.output) > 1 and call.proto.output[1]:
         raise call.refused("its indices are read")
-    x, strides, padding, dilations = _windows(b, call, kernel)
+    x, (strides, padding, dilations) = _windows(b, call, kernel)
     if any(2 * p > k for p, k in zip(padding, kernel, strict=True)):
         flat = tuple(p for pad in reversed(padding) for p in (pad, pad))
-        x, padding = b.call(F.pad, x, flat, "constant", float("-inf")), [0] * len(kernel)
-    return b.call(
-        _MAX_POOL[len(kernel)], x, tuple(kernel), tuple(strides), tuple(padding), tuple(dilations),
-        bool(call.attribute("ceil_mode", 0)),
-    )  # fmt: skip
+        x, padding = b.call(F.pad, x, flat, "constant", float("-inf")), (0,) * len(kernel)
+    pool, ceil = call.of_rank(F, "max_pool", len(kernel)), bool(call.attribute("ceil_mode", 0))
+    return b.call(pool, x, tuple(kernel), strides, padding, dilations, ceil)
 
 
 def _average_pool(b: Builder, call: Call) -> Any:
     kernel, counted = list(call.attribute("kernel_shape")), bool(call.attribute("count_include_pad", 0))
-    x, strides, padding, dilations = _windows(b, call, kernel)
+    x, (strides, padding, dilations) = _windows(b, call, kernel)
     if any(d != 1 for d in dilations) or (x is not call.inputs[0] and not counted):
         raise call.refused("dilations, or padding that differs at the two ends and is not counted")
     ceil = bool(call.attribute("ceil_mode", 0))
-    return b.call(_AVERAGE_POOL[len(kernel)], x, tuple(kernel), tuple(strides), tuple(padding), ceil, counted)
+    pool = call.of_rank(F, "avg_pool", len(kernel))
+    return b.call(pool, x, tuple(kernel), strides, padding, ceil, counted)
 
 
 LAYERS: dict[str, Rule] = {

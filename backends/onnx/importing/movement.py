@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import operator
 from typing import Any
 
@@ -37,7 +36,7 @@ def reshape(b: Builder, x: Any, sizes: list[Any]) -> Any:
 
 
 def _reshape(b: Builder, call: Call) -> Any:
-    x, wanted = call.inputs[0], b.sizes(call, 1)
+    x, wanted = call.inputs[0], call.sizes(1)
     rank = call.rank or 0
     if not call.attribute("allowzero", 0):
         if any(size == 0 and axis >= rank for axis, size in enumerate(wanted)):
@@ -49,18 +48,10 @@ def _reshape(b: Builder, call: Call) -> Any:
 
 
 def _flatten(b: Builder, call: Call) -> Any:
-    axis = call.axis(1)
-    if axis == 1 and (call.rank or 0) > 1:
-        return regrouped(b, b.call(torch.flatten, call.inputs[0], 1))
-    first: Any = 1
-    if isinstance(call.inputs[0], Tensor):
-        return call.inputs[0].reshape(math.prod(call.inputs[0].shape[:axis]), -1)
-    if axis:
-        sizes = [b.size(call.inputs[0], a) for a in range(axis)]
-        first = sizes[0] if len(sizes) == 1 else b.call(torch.flatten, call.inputs[0], 0, axis - 1)
-        if isinstance(first, fx.Node):
-            return b.call(torch.flatten, first, 1)
-    return reshape(b, call.inputs[0], [first, -1])
+    x, axis = call.inputs[0], call.axis(1)
+    if axis != 1:
+        x = b.call(torch.flatten, x, 0, axis - 1) if axis else b.call(torch.unsqueeze, x, 0)
+    return regrouped(b, b.call(torch.unsqueeze, x, 1) if axis == call.rank else b.call(torch.flatten, x, 1))
 
 
 def _transpose(b: Builder, call: Call) -> Any:
@@ -96,10 +87,12 @@ def _unsqueeze(b: Builder, call: Call) -> Any:
 
 
 def _expand(b: Builder, call: Call) -> Any:
-    x, wanted = call.inputs[0], b.sizes(call, 1)
+    x, wanted = call.inputs[0], call.sizes(1)
     own, rank = b.shapes(x), len(b.shapes(x)[0])
     if rank > len(wanted):
         wanted = [1] * (rank - len(wanted)) + wanted
+    if isinstance(x, Tensor) and x.numel() == 1:
+        return b.full(wanted, x.item(), x.dtype)
     skipped = len(wanted) - rank
     sizes = [
         -1 if axis >= skipped and (size == 1 or _same(b, size, own, axis - skipped)) else size
@@ -119,11 +112,8 @@ def _slice(b: Builder, call: Call) -> Any:
     keys: list[Any] = [slice(None)] * (call.rank or 0)
     for start, end, axis, step in zip(starts, ends, axes, steps, strict=True):
         if step < 0:
-            if (
-                step != -1
-                or end is not None
-                or (start not in (-1,) and not (isinstance(start, int) and start > 2**30))
-            ):
+            whole = isinstance(start, int) and (start == -1 or start > 2**30) and end is None
+            if step != -1 or not whole:
                 raise call.refused(f"a slice from {start} to {end} in steps of {step}")
             x = b.call(torch.flip, x, (axis,))
         else:
@@ -132,13 +122,7 @@ def _slice(b: Builder, call: Call) -> Any:
         return x
     while keys[-1] == slice(None):
         keys.pop()
-    return b.call(operator.getitem, x, tuple(_plain_slice(key) for key in keys))
-
-
-def _plain_slice(key: slice) -> slice:
-    return slice(
-        *(v if v is None or isinstance(v, Size) else int(v) for v in (key.start, key.stop, key.step))
-    )
+    return b.call(operator.getitem, x, tuple(keys))
 
 
 def _split(b: Builder, call: Call) -> Any:
@@ -181,6 +165,8 @@ def _gather(b: Builder, call: Call) -> Any:
         table.weight = nn.Parameter(data)
         return b.module(module_path(call, b.name_of(data)), table, indices)
     rank = b.rank(indices)
+    if rank and axis == 0 and call.rank == 1 and _are_all(b, data, indices):
+        return reshape(b, data, [b.size(indices, a) for a in range(rank)])
     if rank == 1:
         return b.call(torch.index_select, data, axis, indices)
     if rank == 0:
@@ -191,13 +177,25 @@ def _gather(b: Builder, call: Call) -> Any:
     return b.call(torch.unflatten, flat, axis, tuple(b.size(indices, a) for a in range(rank or 0)))
 
 
+def _are_all(b: Builder, data: Any, indices: Any) -> bool:
+    """Do these indices name all elements in their order, as strides that are taken apart do?"""
+    known = b.known(indices) if isinstance(indices, fx.Node) else None
+    counts = [shape[0] for shape in b.shapes(data)]
+    return known is not None and all(
+        torch.equal(at.flatten(), torch.arange(count)) for at, count in zip(known, counts, strict=True)
+    )
+
+
 def _gather_nd(b: Builder, call: Call) -> Any:
     data, indices = call.inputs
     if call.attribute("batch_dims", 0):
         raise call.refused("batch_dims other than 0")
-    parts = b.shapes(indices)[0][-1]
-    index = tuple(b.call(torch.select, indices, -1, part) for part in range(parts))
-    return b.call(operator.getitem, data, index)
+    return b.call(operator.getitem, data, _places(b, indices))
+
+
+def _places(b: Builder, indices: Any) -> tuple[Any, ...]:
+    """Return the columns of indices, one for each of the first axes."""
+    return tuple(b.call(torch.select, indices, -1, part) for part in range(b.shapes(indices)[0][-1]))
 
 
 def _scatter_nd(b: Builder, call: Call) -> Any:
@@ -205,9 +203,7 @@ def _scatter_nd(b: Builder, call: Call) -> Any:
     reduction = call.attribute("reduction", "none")
     if reduction not in ("none", "add"):
         raise call.refused(f"reduction {reduction!r}")
-    parts = b.shapes(indices)[0][-1]
-    index = tuple(b.call(torch.select, indices, -1, part) for part in range(parts))
-    return b.call(torch.index_put, data, index, updates, reduction == "add")
+    return b.call(torch.index_put, data, _places(b, indices), updates, reduction == "add")
 
 
 def _scatter_elements(b: Builder, call: Call) -> Any:
@@ -216,13 +212,9 @@ def _scatter_elements(b: Builder, call: Call) -> Any:
     return b.call(torch.scatter, call.inputs[0], call.axis(0), *call.inputs[1:])
 
 
-def _tile(b: Builder, call: Call) -> Any:
-    return b.call(torch.tile, call.inputs[0], tuple(b.sizes(call, 1)))
-
-
 def _pad(b: Builder, call: Call) -> Any:
     rank = call.rank or 0
-    pads = list(call.attributes["pads"]) if "pads" in call.attributes else b.sizes(call, 1)
+    pads = list(call.attributes["pads"]) if "pads" in call.attributes else call.sizes(1)
     if call.has(3):
         axes = [axis % rank for axis in call.given("", 3) or []]
         sparse, pads = pads, [0] * (2 * rank)
@@ -279,7 +271,7 @@ def _size(b: Builder, call: Call) -> Any:
 def _constant_of_shape(b: Builder, call: Call) -> Any:
     proto = call.attributes.get("value")
     value = torch.zeros(1) if proto is None else call.file.tensor(proto)
-    return b.full(b.sizes(call, 0), value.item(), value.dtype)
+    return b.full(call.sizes(0), value.item(), value.dtype)
 
 
 def _constant(b: Builder, call: Call) -> Any:
@@ -307,14 +299,11 @@ def _one_hot(b: Builder, call: Call) -> Any:
     indices, _, values = call.inputs
     low, high = (float(v) for v in call.constant(2))
     found = b.call(F.one_hot, indices, int(call.constant(1)))
-    rank = (b.rank(indices) or 0) + 1
-    axis = call.attribute("axis", -1) % rank
-    found = b.method(
-        "to", b.call(torch.movedim, found, -1, axis) if axis != rank - 1 else found, values.dtype
-    )
-    return (
-        found if (low, high) == (0, 1) else b.call(operator.add, b.call(operator.mul, found, high - low), low)
-    )
+    axis = call.attribute("axis", -1)
+    found = b.method("to", found if axis == -1 else b.call(torch.movedim, found, -1, axis), values.dtype)
+    if (low, high) == (0, 1):
+        return found
+    return b.call(operator.add, b.call(operator.mul, found, high - low), low)
 
 
 def _trilu(b: Builder, call: Call) -> Any:
@@ -346,7 +335,7 @@ MOVEMENT: dict[str, Rule] = {
     "GatherND": _gather_nd,
     "ScatterND": _scatter_nd,
     "ScatterElements": _scatter_elements,
-    "Tile": _tile,
+    "Tile": lambda b, call: b.call(torch.tile, call.inputs[0], tuple(call.sizes(1))),
     "Pad": _pad,
     "DepthToSpace": _depth_to_space,
     "SpaceToDepth": _space_to_depth,

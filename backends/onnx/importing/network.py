@@ -19,7 +19,7 @@ from smcp_fx.backends.onnx.importing.movement import MOVEMENT
 from smcp_fx.backends.onnx.importing.recurrent import RECURRENT
 from smcp_fx.backends.onnx.importing.reductions import REDUCTIONS
 from smcp_fx.backends.onnx.importing.resizing import RESIZING
-from smcp_fx.backends.onnx.importing.size_arithmetic import SIZE_OPERATORS
+from smcp_fx.backends.onnx.importing.size_arithmetic import rule_of_sizes
 from smcp_fx.backends.onnx.importing.sizes import SizeArray
 from smcp_fx.errors import InputError, SmcpError
 
@@ -98,7 +98,7 @@ def _results(b: Builder, node: onnx.NodeProto, given: list[Any]) -> list[Any]:
         raise call.refused("this operator cannot be imported. Export a file that does without it")
     sizes = any(isinstance(value, SizeArray) for value in given)
     if sizes and all(isinstance(value, (SizeArray, Tensor, type(None))) for value in given):
-        rule = SIZE_OPERATORS.get(node.op_type, rule)
+        rule = rule_of_sizes(node.op_type, rule)
     elif given and isinstance(given[0], SizeArray) and node.op_type not in _OF_SIZES:
         given[0] = b.tensor(given[0])
     try:

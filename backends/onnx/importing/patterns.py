@@ -8,8 +8,7 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -58,17 +57,15 @@ def _activation(b: Builder, node: Any) -> fx.Node | None:
     factor, parts = _product(node)
     if len(parts) == 1 and parts[0].target is F.relu6 and _close(factor, 1 / 6):
         x, shift = _sum(parts[0].args[0])
-        return _new(b, F.hardsigmoid, x) if x is not None and shift == 3 else None
+        return b.graph.call_function(F.hardsigmoid, (x,)) if x is not None and shift == 3 else None
     if len(parts) != 2:
         return None
     for x, gate in (parts, parts[::-1]):
         for function, scale, fits in _GATES:
             if _close(factor, scale) and fits(gate, x):
-                return _new(b, function, x)
+                return b.graph.call_function(function, (x,))
         if _close(factor, 0.5) and _is_tanh_gate(gate, x):
-            node_of = _new(b, F.gelu, x)
-            node_of.kwargs = {"approximate": "tanh"}
-            return node_of
+            return b.graph.call_function(F.gelu, (x,), {"approximate": "tanh"})
     return None
 
 
@@ -144,16 +141,11 @@ def _close(found: float, wanted: float) -> bool:
     return math.isclose(found, wanted, rel_tol=1e-4)
 
 
-def _new(b: Builder, function: Callable[..., Any], *args: Any) -> fx.Node:
-    return b.graph.call_function(function, args)
-
-
 # ---- norms ------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class _Scaled:
-    """A value times a weight plus a bias, and where it ends."""
+class _Scaled(NamedTuple):
+    """What a value is multiplied by, and what is added."""
 
     weight: Tensor | None
     bias: Tensor | None
@@ -170,7 +162,7 @@ def _layer_norm(b: Builder, node: Any) -> fx.Node | None:
     own = shape[0][axes[0] :]
     if axes != list(range(axes[0], rank)) or own != shape[1][axes[0] :]:
         return None
-    if any(v is not None and tuple(v.shape) != own for v in (scaled.weight, scaled.bias)):
+    if any(v is not None and tuple(v.shape) != own for v in scaled):
         return None
     if _goes_on(b, node, scaled):
         return None
@@ -181,11 +173,7 @@ def _layer_norm(b: Builder, node: Any) -> fx.Node | None:
 def _normalised(core: Any) -> tuple[Any, float, Sequence[int]] | None:
     """Return x, epsilon and the axes of a value that is normalised."""
     centred, deviation = core.args
-    if (
-        not isinstance(centred, fx.Node)
-        or centred.target is not operator.sub
-        or not _is(deviation, torch.sqrt)
-    ):
+    if not _is(centred, operator.sub) or not _is(deviation, torch.sqrt):
         return None
     parts: Any = (*centred.args, *deviation.args)
     x, mean, shifted = parts[:3]
@@ -214,12 +202,12 @@ def _group_norm(b: Builder, node: Any) -> fx.Node | None:
     if b.shapes(x) != b.shapes(core) or bool((layer.weight != 1).any()) or bool((layer.bias != 0).any()):
         return None
     channels, trailing = b.shapes(x)[0][1], len(b.shapes(x)[0]) - 2
-    fitting = [v for v in (scaled.weight, scaled.bias) if v is not None]
+    fitting = [v for v in scaled if v is not None]
     if any(v.numel() != channels or v.shape[v.dim() - trailing :] != (1,) * trailing for v in fitting):
         return None
     if len(fitting) == 1 or _goes_on(b, node, scaled):
         return None
-    flat = _Scaled(*(None if v is None else v.reshape(-1) for v in (scaled.weight, scaled.bias)))
+    flat = _Scaled(*(None if v is None else v.reshape(-1) for v in scaled))
     new = nn.GroupNorm(layer.num_features, channels, layer.eps, affine=bool(fitting))
     return _placed(b, node, new, flat, x)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -48,13 +48,8 @@ def imported(file: OnnxFile, given: tuple[Tensor, ...] | None = None) -> fx.Grap
 def _built(file: OnnxFile, given: tuple[Tensor, ...] | None) -> tuple[fx.GraphModule, tuple[Shapes, Shapes]]:
     """Build the network at the first pair of sizes that it takes."""
     first: SizesError | None = None
-    interface = file.interface
-    pairs: Iterator[tuple[Shapes, Shapes]]
-    if given is None:
-        pairs = interface.pairs_of_shapes()
-    else:
-        pairs = interface.pairs_from(tuple(tuple(tensor.shape) for tensor in given))
-    for shapes in pairs:
+    own = None if given is None else tuple(tuple(tensor.shape) for tensor in given)
+    for shapes in file.interface.pairs_of_shapes() if own is None else file.interface.pairs_from(own):
         try:
             return _network(file, shapes), shapes
         except SizesError as error:

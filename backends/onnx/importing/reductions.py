@@ -11,7 +11,7 @@ import torch.nn.functional as F
 
 from smcp_fx.backends.onnx.importing.building import Builder
 from smcp_fx.backends.onnx.importing.call import Call
-from smcp_fx.backends.onnx.importing.elementwise import Rule, scalar
+from smcp_fx.backends.onnx.importing.elementwise import Rule, scalar, with_attributes
 from smcp_fx.backends.onnx.importing.movement import reshape
 from smcp_fx.backends.onnx.importing.sizes import Size
 
@@ -19,34 +19,25 @@ from smcp_fx.backends.onnx.importing.sizes import Size
 _OF_ONE_AXIS = 13
 
 
-def _reduced(function: Callable[..., Any], prepare: Callable[..., Any] | None = None) -> Rule:
-    """``function(x, axes, keepdim)``; ``prepare`` is applied to each element before."""
+def _axes(call: Call) -> tuple[tuple[int, ...], bool]:
+    """Return the axes that are put together, all by default, and whether they are kept with size 1."""
+    return tuple(call.axes()) or tuple(range(call.rank or 0)), bool(call.attribute("keepdims", 1))
+
+
+def _reduced(function: Callable[..., Any], *ahead: Any, prepare: Callable[..., Any] | None = None) -> Rule:
+    """``function(x, *ahead, axes, keepdim)``; ``prepare`` is applied to each element before."""
 
     def apply(b: Builder, call: Call) -> Any:
-        x, axes = call.inputs[0], call.axes()
-        if not axes:
-            if call.attribute("noop_with_empty_axes", 0):
-                return x
-            axes = list(range(call.rank or 0))
-        if prepare is not None:
-            x = b.call(prepare, x)
-        return b.call(function, x, tuple(axes), bool(call.attribute("keepdims", 1)))
-
-    return apply
-
-
-def _norm(order: int) -> Rule:
-    def apply(b: Builder, call: Call) -> Any:
-        axes = tuple(call.axes()) or tuple(range(call.rank or 0))
-        return b.call(
-            torch.linalg.vector_norm, call.inputs[0], order, axes, bool(call.attribute("keepdims", 1))
-        )
+        x = call.inputs[0]
+        if not call.axes() and call.attribute("noop_with_empty_axes", 0):
+            return x
+        return b.call(function, x if prepare is None else b.call(prepare, x), *ahead, *_axes(call))
 
     return apply
 
 
 def _product(b: Builder, call: Call) -> Any:
-    axes, keep = call.axes() or list(range(call.rank or 0)), bool(call.attribute("keepdims", 1))
+    axes, keep = _axes(call)
     return reduce(lambda x, axis: b.call(torch.prod, x, axis, keep), reversed(axes), call.inputs[0])
 
 
@@ -63,11 +54,8 @@ def _softmax(function: Callable[..., Any]) -> Rule:
     def apply(b: Builder, call: Call) -> Any:
         x, rank = call.inputs[0], call.rank or 0
         axis = call.axis(-1 if call.opset >= _OF_ONE_AXIS else 1)
-        if (
-            call.opset >= _OF_ONE_AXIS
-            or axis == rank - 1
-            or all(shape[axis + 1 :] == (1,) * (rank - axis - 1) for shape in b.shapes(x))
-        ):
+        last = all(shape[axis + 1 :] == (1,) * (rank - axis - 1) for shape in b.shapes(x))
+        if call.opset >= _OF_ONE_AXIS or last:
             return b.call(function, x, axis)
         flat = b.call(function, b.call(torch.flatten, x, axis), axis)
         return reshape(b, flat, [b.size(x, a) for a in range(rank)])
@@ -84,45 +72,10 @@ def _top_k(b: Builder, call: Call) -> Any:
     return [b.item(found, 0), b.item(found, 1)]
 
 
-def _einsum(b: Builder, call: Call) -> Any:
-    return b.call(torch.einsum, call.attribute("equation"), *call.inputs)
-
-
 def _cumsum(b: Builder, call: Call) -> Any:
     if call.attribute("exclusive", 0) or call.attribute("reverse", 0):
         raise call.refused("exclusive or reverse")
     return b.call(torch.cumsum, call.inputs[0], int(call.constant(1)))
-
-
-def _normalize(b: Builder, call: Call) -> Any:
-    return b.call(F.normalize, call.inputs[0], float(call.attribute("p", 2)), call.axis(-1))
-
-
-def _response_norm(b: Builder, call: Call) -> Any:
-    size, alpha = call.attribute("size"), call.attribute("alpha", 1e-4)
-    return b.call(
-        F.local_response_norm,
-        call.inputs[0],
-        size,
-        alpha,
-        call.attribute("beta", 0.75),
-        call.attribute("bias", 1.0),
-    )
-
-
-def _global(function: Callable[..., Any]) -> Rule:
-    def apply(b: Builder, call: Call) -> Any:
-        spatial = (call.rank or 0) - 2
-        return b.call(function, call.inputs[0], tuple(range(2, 2 + spatial)), True)
-
-    return apply
-
-
-def _global_average(b: Builder, call: Call) -> Any:
-    pools = {3: F.adaptive_avg_pool1d, 4: F.adaptive_avg_pool2d, 5: F.adaptive_avg_pool3d}
-    if call.rank not in pools:
-        raise call.refused(f"a value of rank {call.rank}")
-    return b.call(pools[call.rank], call.inputs[0], 1)
 
 
 def _grid_sample(b: Builder, call: Call) -> Any:
@@ -142,20 +95,24 @@ REDUCTIONS: dict[str, Rule] = {
     "ReduceMax": _reduced(torch.amax),
     "ReduceMin": _reduced(torch.amin),
     "ReduceLogSumExp": _reduced(torch.logsumexp),
-    "ReduceSumSquare": _reduced(torch.sum, torch.square),
-    "ReduceL1": _norm(1),
-    "ReduceL2": _norm(2),
+    "ReduceSumSquare": _reduced(torch.sum, prepare=torch.square),
+    "ReduceL1": _reduced(torch.linalg.vector_norm, 1),
+    "ReduceL2": _reduced(torch.linalg.vector_norm, 2),
     "ReduceProd": _product,
     "ArgMax": _extreme(torch.argmax),
     "ArgMin": _extreme(torch.argmin),
     "Softmax": _softmax(F.softmax),
     "LogSoftmax": _softmax(F.log_softmax),
     "TopK": _top_k,
-    "Einsum": _einsum,
+    "Einsum": lambda b, call: b.call(torch.einsum, call.attribute("equation"), *call.inputs),
     "CumSum": _cumsum,
-    "LpNormalization": _normalize,
-    "LRN": _response_norm,
-    "GlobalAveragePool": _global_average,
-    "GlobalMaxPool": _global(torch.amax),
+    "LpNormalization": with_attributes(F.normalize, p=2, axis=-1),
+    "LRN": with_attributes(F.local_response_norm, size=None, alpha=1e-4, beta=0.75, bias=1.0),
+    "GlobalAveragePool": lambda b, call: b.call(
+        call.of_rank(F, "adaptive_avg_pool", (call.rank or 0) - 2), call.inputs[0], 1
+    ),
+    "GlobalMaxPool": lambda b, call: b.call(
+        torch.amax, call.inputs[0], tuple(range(2, call.rank or 0)), True
+    ),
     "GridSample": _grid_sample,
 }

@@ -21,30 +21,26 @@ def _resize(b: Builder, call: Call) -> Any:
     x, rank = call.inputs[0], call.rank or 0
     if rank not in _LINEAR:
         raise call.refused(f"a value of rank {rank}")
-    way = call.attribute("mode", "nearest")
-    at = call.attribute("coordinate_transformation_mode", "half_pixel")
-    scales, sizes = _scales(b, call), b.sizes(call, 3) if call.has(3) else None
+    way, old = call.attribute("mode", "nearest"), _is_old(call)
+    at = call.attribute("coordinate_transformation_mode", "asymmetric" if old else "half_pixel")
+    scales, sizes = _scales(b, call), call.sizes(3) if call.has(3) else None
     if call.attributes.get("axes"):
         raise call.refused("a resize of some axes")
     options: dict[str, Any] = {}
     if way == "nearest":
         whole = scales is not None and all(scale == int(scale) for scale in scales[2:])
-        floor = call.attribute("nearest_mode", "round_prefer_floor") == "floor"
-        if not (at == "asymmetric" and (floor or whole)) and not (
-            whole and at in ("half_pixel", "pytorch_half_pixel")
-        ):
-            options["mode"] = "nearest-exact"
-        else:
-            options["mode"] = "nearest"
+        floor = old or call.attribute("nearest_mode", "round_prefer_floor") == "floor"
+        halves = at in ("half_pixel", "pytorch_half_pixel")
+        plain = (at == "asymmetric" and (floor or whole)) or (whole and halves)
+        options["mode"] = "nearest" if plain else "nearest-exact"
     elif way in ("linear", "cubic"):
         if at not in ("half_pixel", "pytorch_half_pixel", "align_corners"):
-            raise call.refused(f"{way} interpolation at coordinates {at!r}")
+            cure = ": export it in opset 11 or later" * old
+            raise call.refused(f"{way} interpolation at coordinates {at!r}{cure}")
         if way == "cubic" and (rank != 4 or abs(call.attribute("cubic_coeff_a", _CUBIC) - _CUBIC) > 1e-6):
             raise call.refused(f"cubic interpolation with coefficient {call.attribute('cubic_coeff_a')}")
-        options = {
-            "mode": _LINEAR[rank] if way == "linear" else "bicubic",
-            "align_corners": at == "align_corners",
-        }
+        options["mode"] = _LINEAR[rank] if way == "linear" else "bicubic"
+        options["align_corners"] = at == "align_corners"
         if call.attribute("antialias", 0):
             options["antialias"] = True
     else:
@@ -63,7 +59,7 @@ def _scales(b: Builder, call: Call) -> list[float] | None:
     """Return the factors of a resize; None where it has sizes."""
     if "scales" in call.attributes:
         return [float(scale) for scale in call.attributes["scales"]]
-    position = 1 if call.kind == "Upsample" or (call.opset < 11 and call.kind == "Resize") else 2
+    position = 1 if _is_old(call) else 2
     if not call.has(position):
         return None
     value = call.input(position)
@@ -74,15 +70,9 @@ def _scales(b: Builder, call: Call) -> list[float] | None:
     return [float(scale) for scale in call.constant(position)]
 
 
-def _upsample(b: Builder, call: Call) -> Any:
-    scales = _scales(b, call)
-    if scales is None or any(scale != 1 for scale in scales[:2]) or (call.rank or 0) not in _LINEAR:
-        raise call.refused("an upsampling that is not of images")
-    if call.attribute("mode", "nearest") != "nearest":
-        raise call.refused(
-            "Upsample with interpolation, whose coordinates torch has not: export it in opset 11 or later"
-        )
-    return b.call(F.interpolate, call.inputs[0], scale_factor=tuple(scales[2:]), mode="nearest")
+def _is_old(call: Call) -> bool:
+    """Has it neither a region nor coordinates of its own?"""
+    return call.kind == "Upsample" or call.opset < 11
 
 
-RESIZING: dict[str, Rule] = {"Resize": _resize, "Upsample": _upsample}
+RESIZING: dict[str, Rule] = {"Resize": _resize, "Upsample": _resize}

@@ -6,6 +6,7 @@ import functools
 import math
 import operator
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -14,8 +15,9 @@ from torch import Tensor
 
 from smcp_fx.backends.onnx.importing.building import Builder
 from smcp_fx.backends.onnx.importing.call import Call
+from smcp_fx.backends.onnx.importing.elementwise import ARITHMETIC, Rule
 from smcp_fx.backends.onnx.importing.interface import DTYPES
-from smcp_fx.backends.onnx.importing.sizes import Size, array_of, as_array, as_value
+from smcp_fx.backends.onnx.importing.sizes import Size, SizeArray, array_of, as_array, as_value
 
 
 def combined(builder: Builder, function: Callable[..., Any], *operands: Any) -> Any:
@@ -31,21 +33,14 @@ def combined(builder: Builder, function: Callable[..., Any], *operands: Any) -> 
     return Size(node, (at[0], at[1]))
 
 
-def _elementwise(function: Callable[..., Any]) -> Callable[[Builder, Call], Any]:
+def _elementwise(function: Callable[..., Any]) -> Rule:
     def apply(builder: Builder, call: Call) -> Any:
         arrays = np.broadcast_arrays(*(as_array(value) for value in call.inputs))
         rows = zip(*(array.reshape(-1) for array in arrays), strict=True)
         found = array_of((combined(builder, function, *row) for row in rows), arrays[0].shape)
-        return as_value(found, _dtype_of(call, function))
+        return as_value(found, torch.bool if function in _COMPARISONS else call.inputs[0].dtype)
 
     return apply
-
-
-def _dtype_of(call: Call, function: Callable[..., Any]) -> torch.dtype:
-    if function in _COMPARISONS:
-        return torch.bool
-    found: torch.dtype = next(value.dtype for value in call.inputs)
-    return found
 
 
 def _div(builder: Builder, call: Call) -> Any:
@@ -61,45 +56,27 @@ def _cast(builder: Builder, call: Call) -> Any:
     return as_value(values, kind)
 
 
-def _gather(builder: Builder, call: Call) -> Any:
-    data, indices = as_array(call.inputs[0]), call.constant(1)
-    return as_value(
-        np.asarray(np.take(data, indices.numpy(), call.attribute("axis", 0)), object), call.inputs[0].dtype
-    )
+def _moved(rule: Rule) -> Rule:
+    """Apply a rule that only moves elements to the places of sizes in a list of them all."""
 
+    def apply(builder: Builder, call: Call) -> Any:
+        whole = len(call.inputs) if call.kind == "Concat" else 1
+        if not any(isinstance(value, SizeArray) for value in call.inputs[:whole]):
+            return rule(builder, call)
+        every, places = list[Any](), list[Tensor]()
+        for array in map(as_array, call.inputs[:whole]):
+            places.append(torch.arange(len(every), len(every) + array.size).reshape(array.shape))
+            every += array.reshape(-1).tolist()
+        found = rule(builder, replace(call, inputs=[*places, *call.inputs[whole:]]))
+        parts = [
+            as_value(
+                array_of((every[i] for i in at.flatten().tolist()), tuple(at.shape)), call.inputs[0].dtype
+            )
+            for at in (found if isinstance(found, list) else [found])
+        ]
+        return parts if isinstance(found, list) else parts[0]
 
-def _slice(builder: Builder, call: Call) -> Any:
-    starts, ends, axes, steps = call.slice_arguments()
-    data = as_array(call.inputs[0])
-    for start, end, axis, step in zip(starts, ends, axes, steps, strict=True):
-        keys: list[Any] = [slice(None)] * data.ndim
-        keys[axis] = slice(start, end, step)
-        data = data[tuple(keys)]
-    return as_value(data, call.inputs[0].dtype)
-
-
-def _concat(builder: Builder, call: Call) -> Any:
-    arrays = [as_array(value) for value in call.inputs]
-    return as_value(np.concatenate(arrays, call.attribute("axis", 0)), call.inputs[0].dtype)
-
-
-def _unsqueeze(builder: Builder, call: Call) -> Any:
-    return as_value(np.expand_dims(as_array(call.inputs[0]), tuple(call.new_axes())), call.inputs[0].dtype)
-
-
-def _squeeze(builder: Builder, call: Call) -> Any:
-    axes = call.axes()
-    values = as_array(call.inputs[0])
-    found = np.squeeze(values, tuple(axes) if axes else None)
-    return as_value(array_of(np.asarray(found, object).reshape(-1), found.shape), call.inputs[0].dtype)
-
-
-def _reshape(builder: Builder, call: Call) -> Any:
-    return as_value(as_array(call.inputs[0]).reshape(tuple(call.constant(1).tolist())), call.inputs[0].dtype)
-
-
-def _transpose(builder: Builder, call: Call) -> Any:
-    return as_value(as_array(call.inputs[0]).transpose(call.attribute("perm")), call.inputs[0].dtype)
+    return apply
 
 
 def _product(builder: Builder, call: Call) -> Any:
@@ -119,11 +96,8 @@ def _where(builder: Builder, call: Call) -> Any:
 
 
 _COMPARISONS = (operator.eq, operator.lt, operator.gt, operator.le, operator.ge)
-#: Operators on arrays that hold sizes; what is not here sees them as numbers or as tensors.
-SIZE_OPERATORS: dict[str, Callable[[Builder, Call], Any]] = {
-    "Add": _elementwise(operator.add),
-    "Sub": _elementwise(operator.sub),
-    "Mul": _elementwise(operator.mul),
+_OPERATORS: dict[str, Rule] = {
+    **{kind: _elementwise(function) for kind, function in ARITHMETIC.items()},
     "Div": _div,
     "Mod": _elementwise(operator.mod),
     "Neg": _elementwise(operator.neg),
@@ -132,20 +106,15 @@ SIZE_OPERATORS: dict[str, Callable[[Builder, Call], Any]] = {
     "Sqrt": _elementwise(math.sqrt),
     "Min": _elementwise(min),
     "Max": _elementwise(max),
-    "Equal": _elementwise(operator.eq),
-    "Less": _elementwise(operator.lt),
-    "Greater": _elementwise(operator.gt),
-    "LessOrEqual": _elementwise(operator.le),
-    "GreaterOrEqual": _elementwise(operator.ge),
     "Cast": _cast,
-    "Gather": _gather,
-    "Slice": _slice,
-    "Concat": _concat,
-    "Unsqueeze": _unsqueeze,
-    "Squeeze": _squeeze,
-    "Reshape": _reshape,
-    "Transpose": _transpose,
     "ReduceProd": _product,
     "Where": _where,
-    "Identity": lambda builder, call: call.inputs[0],
 }
+_MOVES = frozenset(
+    "Concat Expand Flatten Gather Reshape Slice Split Squeeze Tile Transpose Unsqueeze".split()
+)
+
+
+def rule_of_sizes(kind: str, rule: Rule) -> Rule:
+    """Return an operator's rule on arrays that hold sizes; what has none sees them as numbers or as tensors."""
+    return _OPERATORS.get(kind) or (_moved(rule) if kind in _MOVES else rule)
