@@ -25,9 +25,9 @@ Kinds = str | Mapping[str, str]
 #: Fields of outputs that are no answers, where there are others.
 _BESIDE = re.compile(r"loss|hidden|attention|past|cache|aux")
 _SCORES = re.compile(r"logits|cls|class")
-#: How far probabilities may be from a sum of one, by type.
+#: How far probabilities may be from a sum of one: by type; of other types, and of labels.
 _SUM = {torch.float64: 1e-3, torch.float32: 1e-3}
-_HALF_SUM = 3e-2
+HALF_SUM = 3e-2
 _LEAST_PROBABILITY = 1e-8
 #: So many names are told.
 _SHOWN = 8
@@ -204,7 +204,7 @@ def _measured(tensor: Tensor) -> Reading | None:
     if positive == negative:
         return None
     values = tensor.float() if positive else tensor.float().exp()
-    tolerance = _SUM.get(tensor.dtype, _HALF_SUM)
+    tolerance = _SUM.get(tensor.dtype, HALF_SUM)
     dims = [d for d in range(1, tensor.dim()) if tensor.shape[d] > 1]
     found = [d for d in dims if bool(((values.sum(d) - 1).abs() < tolerance).all())]
     if len(found) != 1:

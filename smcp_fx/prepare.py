@@ -21,7 +21,6 @@ from smcp_fx.interface.output_types import keep_output_types
 from smcp_fx.interface.own_modes import own_modes
 from smcp_fx.interface.positional import positional
 from smcp_fx.interface.state_keys import keep_in_state
-from smcp_fx.interface.wrapping import unwrapped
 from smcp_fx.kept_channels import Cut, kept_channels, note_cut, still_true
 from smcp_fx.masking.masks import META, STATE
 from smcp_fx.outcomes import in_mode
@@ -31,7 +30,15 @@ from smcp_fx.passes.layer_pruning import allow_layer_pruning
 from smcp_fx.passes.other_mode import fuses_in_one_mode
 from smcp_fx.passes.pipelines import convert_pipeline, fold_pipeline, prepare_pipeline
 from smcp_fx.passes.slice_channels import SliceChannels
-from smcp_fx.prepared import Preparation, PreparedGraph, PreparedModel, PreparedRegions, Tracing, copy_modes
+from smcp_fx.prepared import (
+    Preparation,
+    PreparedGraph,
+    PreparedModel,
+    PreparedRegions,
+    Tracing,
+    copy_modes,
+    prepared_of,
+)
 from smcp_fx.proof import check_converted, check_prepared
 from smcp_fx.pruning.loop_watch import TrainingWarning
 from smcp_fx.pruning.ranks import require_whole
@@ -210,9 +217,7 @@ def convert(prepared: nn.Module, *, into: nn.Module | None = None, check: bool =
     Raises `PassError` where masked and sliced differ, `TrainingError` under FSDP, and what `resize` raises.
     """
     require_whole(prepared)
-    prepared = unwrapped(prepared)
-    if not isinstance(prepared, PreparedModel):
-        raise InputError(f"convert needs what prepare returned, not {type(prepared).__name__}")
+    prepared = prepared_of("convert", prepared)
     prepared.pruner.check_finished()
     converted = sliced(prepared)
     if into is None and prepared.plan.traced.modes is not None:

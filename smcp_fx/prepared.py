@@ -12,12 +12,12 @@ from torch import Tensor, fx, nn
 from smcp_fx.channels import ChannelGraph
 from smcp_fx.config import PruningConfig
 from smcp_fx.cost_model import NetworkCost
-from smcp_fx.errors import CheckpointError
+from smcp_fx.errors import CheckpointError, InputError
 from smcp_fx.interface.as_traced import CalledAsTraced
 from smcp_fx.interface.carried import carried_attributes, carry
 from smcp_fx.interface.own_modes import set_own_modes
 from smcp_fx.interface.state_keys import keep_in_state
-from smcp_fx.interface.wrapping import without_wrappers
+from smcp_fx.interface.wrapping import unwrapped, without_wrappers
 from smcp_fx.masking.masks import STATE
 from smcp_fx.pruning.pruner import Pruner
 from smcp_fx.pruning.ranks import require_whole
@@ -141,6 +141,14 @@ class PreparedModel(CalledAsTraced):
             "a prepared model is not pickled: save prepared.state_dict() and load it into a model prepared the "
             "same way, or save the converted model with smcp_fx.save"
         )
+
+
+def prepared_of(verb: str, model: Any) -> PreparedModel:
+    """Return the prepared model without wrappers; raises `InputError` for another."""
+    found = unwrapped(model)
+    if not isinstance(found, PreparedModel):
+        raise InputError(f"{verb} needs what prepare returned, not {type(found).__name__}")
+    return found
 
 
 class PreparedGraph(CalledWithHooks, PreparedModel, fx.GraphModule):

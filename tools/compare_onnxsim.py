@@ -2,9 +2,9 @@
 
     python tools/compare_onnxsim.py FILE [--images FOLDER] [--size HxW] [--outputs classes] [--target 0.7]
 
-Needs ``pip install onnxsim``. Half of the images calibrate both, the others are compared. onnxsim is given the least
-sparsity that reaches the target, for channels by the norm of their weights and by that of their activations, and its
-fine-tuning of linear layers. A line of JSON for each is appended to docs/records/onnxsim.jsonl.
+Needs ``pip install onnxsim==0.8.1``. Half of the images calibrate both, the others are compared. onnxsim is given the
+least sparsity that reaches the target, for channels by the norm of their weights and by that of their activations,
+and its fine-tuning of linear layers. A line of JSON for each is appended to docs/records/onnxsim.jsonl.
 """
 
 from __future__ import annotations

@@ -17,8 +17,6 @@ from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
 from smcp_fx.errors import InputError, SmcpError
-from smcp_fx.interface.wrapping import unwrapped
-from smcp_fx.prepared import PreparedModel
 from smcp_fx.regions import Joined, joined_inputs
 from smcp_fx.tracing.call_forms import parameters_of
 from smcp_fx.tracing.example_runs import first_line, run_eager
@@ -82,7 +80,10 @@ class Batch:
 
 
 def each_batch(batches: Any) -> Iterator[Batch]:
-    """Go through batches once. A tensor or a dict counts as one batch. Raises `InputError` for anything else."""
+    """Go through batches once. A tensor or a dict counts as one batch; what this yields stays as it is.
+
+    Raises `InputError` for anything else.
+    """
     if isinstance(batches, (Tensor, dict)):
         batches = [batches]
     if not isinstance(batches, Iterable) or isinstance(batches, (str, bytes)):
@@ -92,7 +93,7 @@ def each_batch(batches: Any) -> Iterator[Batch]:
         )
     number = 0
     for number, item in enumerate(batches, 1):
-        yield _batch(number, item)
+        yield item if isinstance(item, Batch) else _batch(number, item)
     if not number:
         raise InputError("there are no batches: an iterator that has been used up, or an empty list?")
 
@@ -153,14 +154,6 @@ def entering(model: nn.Module, joined: Joined | None, batch: Batch) -> Batch:
 def refused(model: nn.Module, batch: Batch, error: Exception) -> InputError:
     """The error to raise where a model does not take a batch."""
     return InputError(f"{batch} does not go through {type(model).__name__}: {first_line(error)}")
-
-
-def prepared_of(verb: str, prepared: Any) -> PreparedModel:
-    """Return the prepared model without wrappers; raises `InputError` for another."""
-    found = unwrapped(prepared)
-    if not isinstance(found, PreparedModel):
-        raise InputError(f"{verb} needs what prepare returned, not {type(found).__name__}")
-    return found
 
 
 def require_finite_gradients(batch: Batch, values: Iterable[Tensor]) -> None:

@@ -12,7 +12,7 @@ with t = 0, 1/2, 1; what is solved for is repaired by half of the batches, and j
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -26,7 +26,6 @@ from smcp_fx.calibration.batches import (
     device_of,
     each_batch,
     number_of,
-    prepared_of,
     run_batch,
 )
 from smcp_fx.calibration.objective import Loss, Objective
@@ -36,7 +35,7 @@ from smcp_fx.cost_model import NetworkCost
 from smcp_fx.outcomes import in_mode
 from smcp_fx.output_kinds import Kinds
 from smcp_fx.prepare import convert, trained_graph
-from smcp_fx.prepared import PreparedModel
+from smcp_fx.prepared import PreparedModel, prepared_of
 from smcp_fx.pruning.worth import Floats
 
 #: One image in so many is held out of fits, to judge by. Chosen, not measured.
@@ -120,13 +119,12 @@ class _Judge:
     def __init__(self, prepared: PreparedModel, batches: Any, objective: Objective) -> None:
         self._prepared, self._objective = prepared, objective
         enough = number_of(batches) >= FOLD
-        self._fit = _Half(batches) if enough else batches
-        # A loader that shuffles gives others each time: all candidates are judged by the same.
-        self._held, size = list[Batch](), 0
+        # Kept, since a loader that shuffles gives others each time.
+        self._fit, self._held = list[Batch](), list[Batch]()
         for batch in each_batch(batches):
-            if (batch.number % FOLD == 0 or not enough) and size < MEMORY:
-                self._held.append(batch)
-                size += batch.nbytes
+            for part, mine in ((self._fit, batch.number % 2 == 1), (self._held, batch.number % FOLD == 0)):
+                if (mine or not enough) and sum(one.nbytes for one in part) < MEMORY:
+                    part.append(batch)
 
     @torch.no_grad()
     def distance(self, progress: Progress) -> float:
@@ -144,13 +142,3 @@ class _Judge:
 
     def _apart(self, network: nn.Module, batch: Batch, wanted: Any) -> float:
         return self._objective.distance(run_batch(network, batch), wanted, batch)
-
-
-class _Half:
-    """Every other batch, from the first."""
-
-    def __init__(self, batches: Any) -> None:
-        self._batches = batches
-
-    def __iter__(self) -> Iterator[Any]:
-        return (batch for number, batch in enumerate(self._batches, 1) if number % 2)

@@ -19,7 +19,6 @@ from smcp_fx.calibration.batches import (
     device_of,
     each_batch,
     number_of,
-    prepared_of,
     require_finite_gradients,
     run_batch,
 )
@@ -33,7 +32,7 @@ from smcp_fx.errors import InputError
 from smcp_fx.outcomes import in_mode
 from smcp_fx.output_kinds import Kinds
 from smcp_fx.prepare import sliced_graph, trained_graph
-from smcp_fx.prepared import PreparedModel
+from smcp_fx.prepared import PreparedModel, prepared_of
 from smcp_fx.pruning.importance import TaylorImportance
 from smcp_fx.pruning.ranks import require_whole
 from smcp_fx.pruning.state import PruningState

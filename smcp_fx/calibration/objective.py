@@ -28,6 +28,7 @@ from torch import Tensor, nn
 from smcp_fx.calibration.batches import Batch
 from smcp_fx.errors import InputError, SmcpError
 from smcp_fx.output_kinds import (
+    HALF_SUM,
     Kinds,
     Reading,
     answers_fit,
@@ -46,8 +47,6 @@ Loss = Callable[[Any, Any], Tensor]
 #: A loss is at its minimum where `cancelled` is below. Measured on ten small networks: at most 1e-5 where labels are
 #: the network's own outputs, 1e-4 after training to convergence, 0.09 and more after usual training.
 _ROUNDING = 1e-4
-#: How far soft labels may be from a sum of one.
-_SUM = 3e-2
 #: The number of no class, as in `torch.nn.functional.cross_entropy`.
 _NO_CLASS = -100
 
@@ -285,7 +284,7 @@ def _require_fit(fits: bool, name: str, tensor: Tensor, labels: Tensor, batch: B
 
 def _require_shares(labels: Tensor, dim: int, batch: Batch) -> None:
     """Labels of the output's own shape are probabilities of its classes, or something else altogether."""
-    if not bool((labels >= 0).all()) or not bool(((labels.float().sum(dim) - 1).abs() < _SUM).all()):
+    if not bool((labels >= 0).all()) or not bool(((labels.float().sum(dim) - 1).abs() < HALF_SUM).all()):
         raise InputError(
             f"the labels of {batch} do not sum to one over the classes, dimension {dim} of the output: are they "
             "values, or yes or no (several at a time)? Say so with outputs=, or give loss=, a function of "

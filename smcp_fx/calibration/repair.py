@@ -9,13 +9,14 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from smcp_fx.calibration.batches import MEMORY, Batch, device_of, each_batch, entering, prepared_of
+from smcp_fx.calibration.batches import MEMORY, Batch, device_of, each_batch, entering
 from smcp_fx.calibration.progress import Progress
 from smcp_fx.calibration.side_by_side import RepairReport, SideBySide
 from smcp_fx.errors import InputError
 from smcp_fx.outcomes import in_mode
 from smcp_fx.passes.sliced_labels import Sliced
 from smcp_fx.prepare import sliced_graph, trained_graph
+from smcp_fx.prepared import prepared_of
 from smcp_fx.pruning.ranks import require_whole
 from smcp_fx.tracing.copying import sharing
 

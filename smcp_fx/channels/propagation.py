@@ -14,10 +14,10 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor, fx, nn
+from torch import Tensor, fx
 
 from smcp_fx.channels.facts import Facts
-from smcp_fx.channels.labels import at_first, compact, narrow_uniform, uniform, varied_dims
+from smcp_fx.channels.labels import compact, narrow_uniform, uniform, varied_dims
 from smcp_fx.channels.trail import (
     INPUT,
     Call,
@@ -44,13 +44,6 @@ Rule = Callable[["Propagation", Call], Any]
 UNFIT = "no channel rule fits this form of"
 #: Rules that label tensors of one value themselves, by what these meet.
 _LABELLING = tuple("bymode indexadd indexcopy indexfill indexreduce recurrent scatter setitem".split())
-#: Operations that read only what masks do not change: a tensor's sizes and type.
-_QUESTIONS = frozenset(
-    """
-getattr size dim ndimension numel nelement len isfloatingpoint iscomplex iscontiguous getdevice elementsize
-type assert bymode leftout
-""".split()
-)
 
 
 class Propagation:
@@ -301,10 +294,10 @@ class Propagation:
                     why = node.meta.get(ORIGIN, f"reaches the network's output{key}")
                     self.pin(self.of(leaf), node.name, why)
             return None
-        module = self._called(node)
+        module = self.module.get_submodule(str(node.target)) if node.op == "call_module" else None
         call = Call(node, operation_name(node, module), tuple(args), dict(kwargs), module, value)
         if call.name != "setitem" and not _has_tensors(value):
-            if call.name not in _QUESTIONS and tensor_leaves((args, kwargs)):
+            if not has(call.name, Trait.ASKS) and tensor_leaves((args, kwargs)):
                 # A number computed from a tensor's values, or an object that holds tensors out of our sight.
                 returned = bool(node.users) and all(user.op == "output" for user in node.users)
                 self.unknown(call, "reaches the network's output" if returned else None)
@@ -335,9 +328,6 @@ class Propagation:
         if shapes != expected:
             return self.unknown(call, f"{UNFIT} {call.name!r} (labels of shapes {shapes}, not {expected})")
         return result
-
-    def _called(self, node: fx.Node) -> nn.Module | None:
-        return self.module.get_submodule(str(node.target)) if node.op == "call_module" else None
 
     def _pin_written_views(self, call: Call) -> None:
         for view, why in written_views(self.module, call.node):
@@ -406,11 +396,3 @@ def _asks_no_size(node: fx.Node) -> bool:
 
 def _single(value: ParameterRef) -> str:
     return constant_made_by(value.name) if isinstance(value, MadeRef) else "a parameter of one element"
-
-
-def channel_labels(run: Propagation, labels: Tensor, dim: int) -> Tensor:
-    """Labels along ``dim``, 1-D, the other dimensions tied where they vary."""
-    for other in run.varied(labels):
-        if other != dim:
-            labels = run.tie_along(labels, other)
-    return at_first(labels, [dim]).reshape(-1)

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from smcp_fx.channels.labels import narrow_uniform, place
-from smcp_fx.channels.propagation import Propagation, Rule, channel_labels
+from smcp_fx.channels.labels import at_first, narrow_uniform, place
+from smcp_fx.channels.propagation import Propagation, Rule
 from smcp_fx.channels.trail import Call, Layer, Mix, Norm, ParameterRef
 from smcp_fx.tracing.values import FROZEN
 
@@ -289,6 +289,14 @@ def embedding(run: Propagation, call: Call) -> Any:
     run.slot(weight.name, 1, channels)
     run.trail.free_standing.add(weight.name)
     return place(channels, call.shape, -1)
+
+
+def channel_labels(run: Propagation, labels: Tensor, dim: int) -> Tensor:
+    """Labels along ``dim``, 1-D, the other dimensions tied where they vary."""
+    for other in run.varied(labels):
+        if other != dim:
+            labels = run.tie_along(labels, other)
+    return at_first(labels, [dim]).reshape(-1)
 
 
 def own_inputs(run: Propagation, call: Call, labels: Tensor) -> Tensor:

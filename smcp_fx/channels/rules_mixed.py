@@ -16,9 +16,9 @@ from torch import Tensor, fx
 from smcp_fx.channels import rules_layers, rules_products, rules_statistics
 from smcp_fx.channels.labels import narrow_uniform, place, varied_dims
 from smcp_fx.channels.mixed_weights import MixedWeight
-from smcp_fx.channels.propagation import Propagation, Rule, channel_labels
+from smcp_fx.channels.propagation import Propagation, Rule
 from smcp_fx.channels.rules_elementwise import bring_together
-from smcp_fx.channels.rules_layers import own_inputs, record
+from smcp_fx.channels.rules_layers import channel_labels, own_inputs, record
 from smcp_fx.channels.rules_statistics import correction, form_of
 from smcp_fx.channels.trail import Call, Mix, Mixed, ParameterRef
 from smcp_fx.channels.weight_factors import NORMS, PRODUCTS, REDUCTIONS, Parts

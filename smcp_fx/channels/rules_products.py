@@ -18,9 +18,9 @@ from torch import Tensor, fx
 
 from smcp_fx.channels import stacked_weights
 from smcp_fx.channels.labels import uniform, varied_dims
-from smcp_fx.channels.propagation import Propagation, Rule, channel_labels
+from smcp_fx.channels.propagation import Propagation, Rule
 from smcp_fx.channels.rules_elementwise import bring_together
-from smcp_fx.channels.rules_layers import dense
+from smcp_fx.channels.rules_layers import channel_labels, dense
 from smcp_fx.channels.rules_statistics import mix, mix_settled, mixes
 from smcp_fx.channels.trail import Call, ConstantRef, ParameterRef
 from smcp_fx.channels.weight_views import FIRST_FACTOR, named_dims

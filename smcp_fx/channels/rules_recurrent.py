@@ -13,8 +13,8 @@ from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
 from smcp_fx.channels.labels import place
-from smcp_fx.channels.propagation import Propagation, Rule, channel_labels
-from smcp_fx.channels.rules_layers import own_inputs, record, renamed
+from smcp_fx.channels.propagation import Propagation, Rule
+from smcp_fx.channels.rules_layers import channel_labels, own_inputs, record, renamed
 from smcp_fx.channels.trail import Call, ParameterRef, tensor_leaves
 from smcp_fx.tracing.recurrent import weight_names
 from smcp_fx.tracing.values import TensorInfo

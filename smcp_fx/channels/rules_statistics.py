@@ -16,10 +16,11 @@ from torch import Tensor, fx, nn
 
 from smcp_fx.channels import rules_layers
 from smcp_fx.channels.labels import at_first, compact, narrow_uniform, place, uniform, varied_dims
-from smcp_fx.channels.propagation import Propagation, Rule, channel_labels
+from smcp_fx.channels.propagation import Propagation, Rule
 from smcp_fx.channels.rules_elementwise import bring_together, elementwise, like
 from smcp_fx.channels.rules_layers import (
     at_full_width,
+    channel_labels,
     go_with,
     own_inputs,
     own_parameter,

@@ -8,9 +8,9 @@ from typing import Any
 from torch import Tensor
 
 from smcp_fx.channels.labels import compact, place
-from smcp_fx.channels.propagation import Propagation, Rule, channel_labels
+from smcp_fx.channels.propagation import Propagation, Rule
 from smcp_fx.channels.rules_elementwise import bring_together, like
-from smcp_fx.channels.rules_layers import dense_convolution, renamed
+from smcp_fx.channels.rules_layers import channel_labels, dense_convolution, renamed
 from smcp_fx.channels.trail import Call, MadeRef, ParameterRef, tensor_leaves
 
 

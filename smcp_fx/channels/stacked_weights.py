@@ -20,8 +20,8 @@ import torch
 from torch import Tensor
 
 from smcp_fx.channels.labels import at_first, narrow_uniform, place
-from smcp_fx.channels.propagation import Propagation, channel_labels
-from smcp_fx.channels.rules_layers import own_inputs, record, renamed
+from smcp_fx.channels.propagation import Propagation
+from smcp_fx.channels.rules_layers import channel_labels, own_inputs, record, renamed
 from smcp_fx.channels.trail import Call, ConstantRef, MadeRef, ParameterRef
 
 

@@ -68,7 +68,7 @@ def _moved(node: fx.Node, first: Tensor, args: Any, kwargs: Any) -> Any:
                 result = getattr(args[0], str(node.target))(*args[1:], **kwargs)
             else:
                 result = node.target(*args, **kwargs)  # type: ignore[operator]
-        except Exception:
+        except Exception:  # a fake tensor then fails alike, and says why
             return None
     return mapped(lambda v: FakeTensor(mode, v, device) if isinstance(v, Tensor) else v, result)
 

@@ -96,7 +96,7 @@ class _Tracer(ShapeTracer):
             if not self._evaluating:
                 note_call(f"{path}@{before}" if before else path, (args, kwargs), output)
             return output
-        except Exception:
+        except Exception:  # goes on upwards: the innermost module is the one to name
             self.stopped = self.stopped or m
             raise
         finally:

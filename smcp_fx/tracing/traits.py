@@ -31,6 +31,8 @@ class Trait(Flag):
     SAME = auto()
     #: Of those that do not move: the result is the operand's memory, seen in another way.
     VIEWS = auto()
+    #: Asks for a tensor's sizes and type, which masks do not change, or for a mode.
+    ASKS = auto()
 
 
 _NAMES = {
@@ -73,6 +75,10 @@ _NAMES = {
     Trait.VIEWS: """
         adjoint asstrided dsplit einsum hsplit imag meshgrid ravel real resolveconj resolveneg unfold viewascomplex
         viewasreal vsplit
+    """,
+    Trait.ASKS: """
+        assert bymode dim elementsize getattr getdevice iscomplex iscontiguous isfloatingpoint leftout len
+        ndimension nelement numel size type
     """,
 }
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 import smcp_fx
 from smcp_fx.calibration import gather_halfway, solve_best
-from smcp_fx.calibration.batches import each_batch, number_of
+from smcp_fx.calibration.batches import Batch, each_batch, number_of
 from smcp_fx.calibration.candidates import drawn
 from smcp_fx.calibration.objective import Objective
 from smcp_fx.errors import InfeasibleBudgetError
@@ -102,6 +103,31 @@ def test_what_is_left_rests_on_both_gathers() -> None:
     smcp_fx.repair(expected, prepared, batches)
     with torch.no_grad():
         assert_close(smaller(batches[0][0]), expected(batches[0][0]), "slicing")
+
+
+@pytest.mark.parametrize("count", [4, 16])
+def test_candidates_are_judged_by_images_that_none_is_fitted_to(
+    count: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a loader that shuffles, too: all three by the same."""
+    prepared, batches = _gathered(0.5)
+    images = torch.cat([x for x, _ in batches])
+    fitted, judged = list[Tensor](), list[Tensor]()
+
+    def repair(smaller: nn.Module, prepared: nn.Module, batches: Any, **others: Any) -> None:
+        fitted.append(torch.cat([batch.args[0] for batch in each_batch(batches)]))
+
+    def distance(self: Objective, outputs: Any, wanted: Any, batch: Batch) -> float:
+        judged.append(batch.args[0])
+        return float((outputs - wanted).square().sum())
+
+    monkeypatch.setattr("smcp_fx.calibration.candidates.repair", repair)
+    monkeypatch.setattr(Objective, "distance", distance)
+    solve_best(prepared, DataLoader(images, 64 // count, shuffle=True), outputs="classes")  # type: ignore[arg-type]
+    assert len(fitted) > 1 and all(torch.equal(one, fitted[0]) for one in fitted)
+    seen = torch.cat(judged).flatten(1).unique(dim=0)
+    assert len(fitted[0]) == 32 and len(seen) == 16
+    assert float(torch.cdist(seen, fitted[0].flatten(1)).min()) > 0
 
 
 @pytest.mark.parametrize("wrong", ["0.0", "1.0", "2.0"])

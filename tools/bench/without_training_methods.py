@@ -98,23 +98,21 @@ class Setting:
 
     def along(self, kind: str, target: float) -> Step:
         """Return the first network of Torch-Pruning's path that is within the target; the last one where none is."""
-        if kind not in self._paths:
-            path = torch_pruning(
-                self.model, self.example, self.batches, self.loss, self.multiple, kind, self.head
-            )
-            self._paths[kind] = path, []
-        steps, passed = self._paths[kind]
+        path = self._paths.pop(kind, None)  # put back unless a step fails: the next target then fails alike
+        steps, passed = path or (self._walked(kind), [])
         while not passed or passed[-1][1] > target:
-            try:
-                following = next(steps, None)
-            except Exception:
-                del self._paths[kind]  # the next target fails alike
-                raise
+            following = next(steps, None)
             if following is None:
                 break
             passed.append(following)
+        self._paths[kind] = steps, passed
         model, share = next((step for step in passed if step[1] <= target), passed[-1])
         return copy.deepcopy(model), share
+
+    def _walked(self, kind: str) -> Iterator[Step]:
+        return torch_pruning(
+            self.model, self.example, self.batches, self.loss, self.multiple, kind, self.head
+        )
 
 
 Found = tuple[nn.Module, float]
