@@ -21,7 +21,7 @@ from smcp_fx.calibration.batch_norms import Moments
 from smcp_fx.calibration.batches import MEMORY, Batch
 from smcp_fx.calibration.consumers import by_weight
 from smcp_fx.calibration.frontier import Frontier, Values
-from smcp_fx.calibration.layer_rows import LEAST_ROWS, ROWS_PER_INPUT, Consumer, some_of
+from smcp_fx.calibration.layer_rows import Consumer, rows_for, some_of
 from smcp_fx.calibration.norms import Normalisation, norms_of
 from smcp_fx.calibration.progress import Progress, Stretch
 from smcp_fx.calibration.regression import WIDEST, Use, solve
@@ -283,8 +283,7 @@ class _Fit:
         for consumer, key in zip(consumers, keys, strict=True):
             uses.setdefault(key, self._use(consumer))
         matrix = consumers[0].matrix(consumers[0].weight)
-        wanted = max(LEAST_ROWS, ROWS_PER_INPUT * int(matrix.shape[1]))
-        quota = -(-wanted // (len(self.smaller.batches) * len(consumers)))
+        quota = -(-rows_for(int(matrix.shape[1])) // (len(self.smaller.batches) * len(consumers)))
         generator = torch.Generator().manual_seed(0)
         seen = [0] * len(consumers)
         for batch in range(len(self.smaller.batches)):
