@@ -60,14 +60,15 @@ _TRIES = 8
 class _Asked:
     """The request that a graph is built from. ``mixed_up``: reshapes that take positions for channels.
 
-    ``facts``: those of the values at each size, by their ids and by what is turned.
+    ``at_size``: the ``facts`` of the values at each size, by their ids and by what is turned.
     """
 
     module: fx.GraphModule
     exclude: tuple[str, ...]
     keep_first_layer: bool
+    facts: Facts
     mixed_up: tuple[str, ...] = ()
-    facts: dict[tuple[int, frozenset[str]], Facts] = field(default_factory=dict)
+    at_size: dict[tuple[int, frozenset[str]], Facts] = field(default_factory=dict)
 
 
 class ChannelGraph:
@@ -255,7 +256,7 @@ def build(
     whose output channels stay; with ``keep_first_layer``, those of the first layer stay too. ``other``: the values at
     another size of the images, if any: channels that are tied to different ones there must stay.
     """
-    asked = _Asked(module, exclude, keep_first_layer)
+    asked = _Asked(module, exclude, keep_first_layer, Facts(module, values))
     trail, units, where = _steady(asked, values, other)
     fruitless = 0
     while where and where not in asked.mixed_up and _regroups(module, where) and fruitless < _TRIES:
@@ -307,9 +308,9 @@ def _closed(
     """Propagate, close the ties, and propagate again where a rule may see more once all ties are known."""
     earlier = None
     key = id(values), frozenset(turned)
-    if key not in asked.facts:
-        asked.facts[key] = Facts(asked.module, values, turned)
-    facts = asked.facts[key]
+    if key not in asked.at_size:
+        asked.at_size[key] = asked.facts.at(values, turned)
+    facts = asked.at_size[key]
     while True:
         run = Propagation(asked.module, values, RULES, earlier, other, turned, asked.mixed_up, facts)
         trail = run.run()

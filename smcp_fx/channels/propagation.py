@@ -32,7 +32,6 @@ from smcp_fx.channels.trail import (
     tensor_leaves,
 )
 from smcp_fx.channels.written_views import written_views
-from smcp_fx.tracing.aliases import written_buffers
 from smcp_fx.tracing.operations import operation_name
 from smcp_fx.tracing.traits import Trait, has
 from smcp_fx.tracing.trees import leaves_of, mapped
@@ -67,6 +66,7 @@ class Propagation:
         self.blind = False  # whether a rule pinned something because it could not see ties found later
         self._asked: Counter[str] = Counter()
         self._alone: list[tuple[int, int]] = []  # the labels of parameters that belong to no layer
+        self._alone_ends = torch.empty(2, 0)  # the same, in ascending order: the first ones, the last ones
         self.seen: Tensor | None = None
         self.as_tensors: set[str] = set()  # parameters read as weights and also element by element: codebooks
         self.contracted: set[fx.Node] = set()  # products that sum over a block of a matrix: `channels.blocks`
@@ -76,11 +76,10 @@ class Propagation:
             self.trail.count = earlier[0].count
             self.seen = earlier[1]
             self.as_tensors = earlier[0].slots.keys() & earlier[0].elements.keys()
-        self.facts = facts or Facts(module, values, turned)
+        self.facts = facts or Facts(module, values).at(values, turned)
         self.trail.computed = dict(self.facts.described)
         self.computed, self.mixed = self.facts.computed, self.facts.mixed
         self.statistics = self.facts.statistics
-        self._written = written_buffers(module)
 
     # ---- labels -----------------------------------------------------------------------------------------
 
@@ -221,7 +220,9 @@ class Propagation:
         if not self._alone or not labels.numel():
             return False
         core = narrow_uniform(labels).flatten().contiguous()
-        first, last = torch.tensor(sorted(self._alone)).t().contiguous()
+        if self._alone_ends.shape[1] != len(self._alone):
+            self._alone_ends = torch.tensor(sorted(self._alone)).t().contiguous()
+        first, last = self._alone_ends
         place = torch.searchsorted(first, core, right=True) - 1
         return bool(((place >= 0) & (core <= last[place.clamp(min=0)])).all())
 
@@ -349,7 +350,7 @@ class Propagation:
     def _attribute(self, target: str, value: Any) -> Any:
         if not isinstance(value, TensorInfo):
             return value
-        if not value.is_continuous and target not in self._written:
+        if not value.is_continuous and target not in self.facts.written:
             integers = held(self.module, target).detach().cpu().clone()
             return ConstantRef(self.parameter(target), value.shape, integers)
         return ParameterRef(self.parameter(target), value.shape)

@@ -12,10 +12,11 @@ from torch.utils import _pytree as pytree
 
 from smcp_fx.channels.weight_views import Dims
 from smcp_fx.tracing.operations import readable_name
-from smcp_fx.tracing.trees import leaves_of
+from smcp_fx.tracing.trees import leaf_class, leaves_of
 from smcp_fx.tracing.values import TensorInfo, held
 
 
+@leaf_class
 @dataclass(frozen=True)
 class ParameterRef:
     """A parameter or buffer read by a `get_attr` node; labelled only when an operation needs its elements."""
@@ -37,6 +38,7 @@ class ParameterRef:
         return self.shape if dim is None else self.shape[dim]
 
 
+@leaf_class
 @dataclass(frozen=True)
 class ParameterView(ParameterRef):
     """A parameter whose dimensions are moved before a layer reads it as its weight: see `channels.weight_views`."""
@@ -54,6 +56,7 @@ class ParameterView(ParameterRef):
         return self.dims[dim]
 
 
+@leaf_class
 @dataclass(frozen=True)
 class ConstantRef(ParameterRef):
     """A tensor of integers or booleans in the model: its values are known, so indexing by it is executed."""
@@ -61,6 +64,7 @@ class ConstantRef(ParameterRef):
     value: Tensor = field(compare=False)
 
 
+@leaf_class
 @dataclass(frozen=True)
 class MadeRef(ParameterRef):
     """A tensor filled with one value (`torch.zeros(b, n, h, w)`): it keeps the same channels as what it meets.

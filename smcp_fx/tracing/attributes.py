@@ -47,13 +47,14 @@ def held_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 def _attributes_of(module: nn.Module) -> dict[str, tuple[Any, Any]]:
     """A module's attributes, and what lists and dicts hold, since forward may add to them."""
     return {
-        name: (value, _copied(value) if isinstance(value, (list, dict)) else None)
+        # Modules hold a dozen empty dicts of hooks each.
+        name: (value, (_copied(value) if value else ()) if isinstance(value, (list, dict)) else None)
         for name, value in vars(module).items()
     }
 
 
 def _copied(value: list[Any] | dict[Any, Any]) -> list[Any] | dict[Any, Any]:
-    """A copy. (Modules hold a dozen empty dicts of hooks each, for which `copy.copy` takes a roundabout way.)"""
+    """A copy, by a shorter way than `copy.copy`'s for the usual types."""
     return value.copy() if type(value) in (list, dict, OrderedDict) else copy.copy(value)
 
 

@@ -69,8 +69,12 @@ def _asks_for_idle_gradients(graph: fx.Graph, node: fx.Node) -> bool:
 
     Checkpoints and frozen layers (wav2vec2) ask so. The caller may take an input's, and forward by `autograd.grad`.
     """
-    source = node.args[0] if node.op == "call_method" and node.target == "requires_grad_" else None
-    wanted = node.kwargs.get("requires_grad", node.args[1] if len(node.args) > 1 else True)
+    if node.op != "call_method" or node.target != "requires_grad_":
+        return False
+    source, wanted = (
+        node.args[0],
+        node.kwargs.get("requires_grad", True if len(node.args) < 2 else node.args[1]),
+    )
     taken = any(other.target in (torch.autograd.grad, "backward", "retain_grad") for other in graph.nodes)
     return isinstance(source, fx.Node) and source.op.startswith("call") and wanted is True and not taken
 

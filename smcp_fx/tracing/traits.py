@@ -5,6 +5,7 @@ Names are those of `operation_name`. Nothing is assumed about an operation that 
 
 from __future__ import annotations
 
+import functools
 from enum import Flag, auto
 
 
@@ -94,6 +95,7 @@ def _table() -> dict[str, Trait]:
 _TRAITS = _table()
 
 
+@functools.cache
 def has(name: str | None, trait: Trait) -> bool:
     """Tell whether the operation has the trait, or one of several."""
     return bool(_TRAITS.get(name or "", Trait(0)) & trait)

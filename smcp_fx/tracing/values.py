@@ -9,6 +9,8 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
+from smcp_fx.tracing.trees import leaf_class
+
 #: On a placeholder or the output: where the tensors come from, or why they stay, instead of the usual reason.
 ORIGIN = "smcp_origin"
 #: On the output: the positions of those of its tensors that it does not pin.
@@ -21,6 +23,7 @@ FROZEN = "smcp_frozen"
 NO_AUTOCAST = "smcp_no_autocast"
 
 
+@leaf_class
 @dataclass(frozen=True)
 class TensorInfo:
     """A tensor's shape and type in the example run."""
