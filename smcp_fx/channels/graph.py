@@ -49,7 +49,7 @@ _ROOMS = (
     rules_writes,
     rules_spectra,
     rules_recurrent,
-    rules_mixed,  # after those of plain convolutions
+    rules_mixed,
 )
 RULES: dict[str, Rule] = {name: by_block(rule) for room in _ROOMS for name, rule in room.RULES.items()}
 #: Stop after this many retries that free no further channel.

@@ -78,8 +78,6 @@ class Propagation:
             self.as_tensors = earlier[0].slots.keys() & earlier[0].elements.keys()
         self.facts = facts or Facts(module, values).at(values, turned)
         self.trail.computed = dict(self.facts.described)
-        self.computed, self.mixed = self.facts.computed, self.facts.mixed
-        self.statistics = self.facts.statistics
 
     # ---- labels -----------------------------------------------------------------------------------------
 
@@ -275,7 +273,7 @@ class Propagation:
             kind = "" if ORIGIN in node.meta else INPUT
             source = self.fixed(node.name, node.meta.get(ORIGIN, f"network input {node.name!r}"), kind)
             return self.filled(value, source)
-        if name := self.computed.get(node.name):
+        if name := self.facts.computed.get(node.name):
             return ParameterRef(name, self.trail.computed[name].shape)
         if node.name in self.facts.hidden:
             return None
@@ -311,7 +309,7 @@ class Propagation:
         """What the operation's rule returns; an operation used in a form that the rule does not handle is unknown."""
         if OPAQUE in call.node.meta:
             return self.unknown(call, str(call.node.meta[OPAQUE]))
-        rule = self.rules.get(call.name or "")
+        rule = self.rules.get(self.facts.kinds.get(call.node, call.name or ""))
         if rule is None:
             return self.unknown(call)
         if not (has(call.name, Trait.ELEMENTWISE | Trait.JOINS) or str(call.name).startswith(_LABELLING)):

@@ -6,14 +6,13 @@ or a product's); here, ``slots`` has the labels of each kind.
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Mapping
 from typing import Any
 
 from torch import Tensor, fx
 
-from smcp_fx.channels import rules_layers, rules_products, rules_statistics
+from smcp_fx.channels.facts import MIXTURE, STATISTIC
 from smcp_fx.channels.labels import narrow_uniform, place, varied_dims
 from smcp_fx.channels.mixed_weights import MixedWeight
 from smcp_fx.channels.propagation import Propagation, Rule
@@ -21,23 +20,8 @@ from smcp_fx.channels.rules_elementwise import bring_together
 from smcp_fx.channels.rules_layers import channel_labels, own_inputs, record
 from smcp_fx.channels.rules_statistics import correction, form_of
 from smcp_fx.channels.trail import Call, Mix, Mixed, ParameterRef
-from smcp_fx.channels.weight_factors import NORMS, PRODUCTS, REDUCTIONS, Parts
-from smcp_fx.channels.weight_statistics import WeightStatistics
+from smcp_fx.channels.weight_factors import NORMS, PRODUCTS, Parts
 from smcp_fx.tracing.operations import operation_of
-
-
-def followed(rule: Rule) -> Rule:
-    """The rule, but for weights that are computed from the input, and statistics of weights, that can be followed."""
-
-    @functools.wraps(rule)
-    def ruled(run: Propagation, call: Call) -> Any:
-        if call.node in run.mixed:
-            return mixture(run, call, run.mixed[call.node])
-        if call.node in run.statistics:
-            return statistic(run, call, run.statistics[call.node])
-        return rule(run, call)
-
-    return ruled
 
 
 def pin_read_otherwise(run: Propagation) -> None:
@@ -56,8 +40,9 @@ def _pin_parts(run: Propagation, name: str, mixed: Mixed) -> None:
 # ---- layers ---------------------------------------------------------------------------------------------
 
 
-def mixture(run: Propagation, call: Call, weight: MixedWeight) -> Any:
+def mixture(run: Propagation, call: Call) -> Any:
     """Consumes and produces channels; the tensors that the weight is computed from lose the same channels."""
+    weight = run.facts.mixed[call.node]
     reading = weight.reading
     product = (call.name or "") in PRODUCTS.keys() - {"linear"}
     labels = run.of(call.args[reading.operand] if product else call.argument(0, "input"))
@@ -114,7 +99,7 @@ def _record_parts(run: Propagation, call: Call, weight: MixedWeight, slots: dict
         run.trail.mixed[node.name] = _labelled(parts, slots)
     sizes = {}
     for node in weight.parameters:
-        name = run.computed.get(node.name) or run.parameter(str(node.target))
+        name = run.facts.computed.get(node.name) or run.parameter(str(node.target))
         _parameter(run, name, _labelled(weight.parts[node], slots))
         sizes[name] = math.prod(run.values[node.name].shape)
     for node, parts in weight.modules.items():
@@ -222,9 +207,9 @@ def _plane(parts: Parts, slots: Mapping[str, Tensor], kind: str) -> Tensor:
 # ---- statistics of weights ------------------------------------------------------------------------------
 
 
-def statistic(run: Propagation, call: Call, computed: WeightStatistics) -> Any:
+def statistic(run: Propagation, call: Call) -> Any:
     """A tensor with the channels of one side of a weight, computed from the kept ones of the other side."""
-    slots = {}
+    computed, slots = run.facts.statistics[call.node], {}
     for kind, dim in zip(("in", "out"), computed.dims, strict=True):
         labels = run.trail.slots.get(computed.weight, {}).get(dim)
         if labels is None:
@@ -247,9 +232,5 @@ def statistic(run: Propagation, call: Call, computed: WeightStatistics) -> Any:
     return run.filled(call.value, run.fixed(call.node.name, made))
 
 
-RULES: dict[str, Rule] = {
-    name: followed(room.RULES[name])
-    for room in (rules_layers, rules_products, rules_statistics)
-    for name in room.RULES
-    if name.startswith("conv") or name in PRODUCTS or name in REDUCTIONS
-}
+#: By what `Facts` knows of the node, not by the operation's name.
+RULES: dict[str, Rule] = {MIXTURE: mixture, STATISTIC: statistic}

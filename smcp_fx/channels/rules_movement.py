@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import ChainMap
 from collections.abc import Callable
 from typing import Any
 
@@ -10,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, fx
 
-from smcp_fx.channels.execution import execute, known_values
+from smcp_fx.channels.execution import execute, known_values, labelled, moved
 from smcp_fx.channels.labels import (
     along,
     at_first,
@@ -270,11 +271,6 @@ def _added(run: Propagation, call: Call, amount: int) -> Tensor:
     return torch.full((amount,), run.fixed(call.node.name, f"padding added by {call.node.name!r}"))
 
 
-def labelled(run: Propagation, tree: Any) -> Any:
-    """The arguments with parameters replaced by the labels of their elements."""
-    return mapped(lambda v: run.of(v) if isinstance(v, ParameterRef) else v, tree)
-
-
 def _folded_into_batch(run: Propagation, call: Call, source: Tensor, result: Any) -> Any:
     """Channels folded into the batch: those of equal offsets in each group go together, where there are groups.
 
@@ -338,16 +334,10 @@ def _refuse_numbers(run: Propagation, call: Call, source: Tensor) -> None:
     ]
     if not numbers:
         return
-    args, kwargs = call.node.args, call.node.kwargs
 
-    def moved(ruler: Tensor, more: int) -> Any:
-        def operand(node: fx.Node) -> Any:
-            if node in numbers:
-                return run.values[node.name] + more
-            return ruler if node is args[0] else run.trail.labels[node.name]
-
-        found = execute(call, *labelled(run, known_values(fx.node.map_arg((args, kwargs), operand))))
-        parts = [part for part in tensor_leaves(found) if isinstance(part, Tensor)]
+    def places(ruler: Tensor, more: int) -> list[list[int]]:
+        values = ChainMap({n.name: run.values[n.name] + more for n in numbers}, run.trail.labels)
+        parts = [part for part in leaves_of(moved(run, call.node, ruler, values)) if isinstance(part, Tensor)]
         return [narrow_uniform(compact(part)).flatten().tolist() for part in parts]
 
     for dim in run.varied(source):
@@ -356,12 +346,12 @@ def _refuse_numbers(run: Propagation, call: Call, source: Tensor) -> None:
         ruler = along(torch.arange(source.shape[dim]), source.shape, dim)
         for more in (1, -1):
             try:
-                other = moved(ruler, more)
+                other = places(ruler, more)
             except (RuntimeError, IndexError, ValueError, TypeError):
                 continue
             if not all(other):  # nothing is left of it, which tells nothing: `h[:, :, :-n]` with n = 0
                 continue
-            if other != moved(ruler, 0):
+            if other != places(ruler, 0):
                 why = "moves channels by a number that follows the input's size"
                 run.pin(source, call.node.name, f"{call.node.name!r} {why}")
             break

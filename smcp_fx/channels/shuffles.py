@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from smcp_fx.channels.execution import execute
+from smcp_fx.channels.execution import moved
 from smcp_fx.channels.labels import along, at_first, compact, varied_dims
 from smcp_fx.channels.propagation import Propagation
 from smcp_fx.channels.trail import Call, Shuffle
@@ -100,13 +100,13 @@ def _order_at(
     order: tuple[int, Tensor] | None = None
     shape = values[str(chain[0].args[0])].shape
     for dim, size in enumerate(shape):
-        moved = along(torch.arange(size), shape, dim)
+        positions = along(torch.arange(size), shape, dim)
         for node in chain:
-            moved = _apply(run, node, moved, values)
-        moved = compact(moved)
-        if moved.dim() != len(shape) or any(d != dim for d in varied_dims(moved)):
+            positions = moved(run, node, positions, values)
+        positions = compact(positions)
+        if positions.dim() != len(shape) or any(d != dim for d in varied_dims(positions)):
             return None
-        line = at_first(moved, [dim]).reshape(-1)
+        line = at_first(positions, [dim]).reshape(-1)
         if not torch.equal(line, torch.arange(size)):
             if order is not None:
                 return None
@@ -116,18 +116,6 @@ def _order_at(
             return None
         order = (varied[0], torch.arange(shape[varied[0]]))
     return order
-
-
-def _apply(run: Propagation, node: fx.Node, moved: Tensor, values: dict[str, Any]) -> Tensor:
-    first = node.args[0]
-    args, kwargs = fx.node.map_arg(
-        (node.args, node.kwargs), lambda n: moved if n is first else values[n.name]
-    )
-    module = run.module.get_submodule(str(node.target)) if node.op == "call_module" else None
-    call = Call(node, None, tuple(args), dict(kwargs), module, None)
-    result = execute(call, args, kwargs)
-    assert isinstance(result, Tensor)
-    return result
 
 
 def _moves_only(run: Propagation, node: fx.Node) -> bool:

@@ -14,7 +14,7 @@ from typing import Any
 
 from torch import fx
 
-from smcp_fx.channels.mixed_weights import Followed, MixedWeight, MixedWeights
+from smcp_fx.channels.mixed_weights import Followed, MixedWeight
 from smcp_fx.channels.weight_factors import (
     CASTS,
     TURNS,
@@ -153,34 +153,7 @@ def _followed(
     return found
 
 
-def followed_weights(
-    module: fx.GraphModule,
-    values: Mapping[str, Any],
-    computed: Collection[str],
-    views: Collection[str],
-    hidden: set[str],
-    turned: Collection[str],
-    beside: Mapping[str, Dims],
-) -> tuple[dict[fx.Node, WeightStatistics], dict[fx.Node, MixedWeight]]:
-    """Statistics of weights by the nodes that they end in, and weights computed from the input by their layers.
-
-    The nodes between parameters and these are added to ``hidden``, which no other rule sees. ``turned``: names of
-    layers that turned out to mix positions, not channels.
-    """
-    statistics = weight_statistics(module, values, {*hidden, *views}, beside)
-    apart = {node for one in statistics for node in (*one.parts, *one.ends)}
-    mixed = MixedWeights(module, values, computed, apart, turned).by_layer((*computed, *views))
-    lost = [one for one in statistics if not _agree(one, mixed)]
-    if lost:
-        statistics = [one for one in statistics if one not in lost]
-        apart = {node for one in statistics for node in (*one.parts, *one.ends)}
-        mixed = MixedWeights(module, values, computed, apart, turned).by_layer((*computed, *views))
-    hidden.update(node.name for one in statistics for node in one.parts)
-    hidden.update(node.name for weight in mixed.values() for node in weight.parts)
-    return {end: one for one in statistics for end in one.ends}, mixed
-
-
-def _agree(one: WeightStatistics, mixed: Mapping[fx.Node, MixedWeight]) -> bool:
+def read_alike(one: WeightStatistics, mixed: Mapping[fx.Node, MixedWeight]) -> bool:
     """Do all readers of its tensors see the same factors: the statistic itself, and layers of mixed weights?"""
     own = {*one.parts, *one.ends}
     layers = {user for node in one.parts for user in node.users if user not in own and not is_question(user)}

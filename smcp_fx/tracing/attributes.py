@@ -85,12 +85,10 @@ class Attributes:
     """The attributes of a model's modules, to be put back."""
 
     def __init__(self, model: nn.Module) -> None:
-        self._held = [(module, _attributes_of(module)) for module in model.modules()]
-        self._modes = [
-            (module, module.training)
-            for module in model.modules()
-            if isinstance(module, torch.jit.ScriptModule)
-        ]
+        modules = list(model.modules())
+        self._held = [(module, _attributes_of(module)) for module in modules]
+        scripted = (module for module in modules if isinstance(module, torch.jit.ScriptModule))
+        self._modes = [(module, module.training) for module in scripted]
 
     def restore(self, constants: bool = True) -> None:
         """Undo what was assigned since."""

@@ -30,6 +30,7 @@ from smcp_fx.tracing.mode_reads import unmarked
 from smcp_fx.tracing.modes import is_by_mode, with_branches
 from smcp_fx.tracing.own_weights import forward_with_weight, has_hooks
 from smcp_fx.tracing.recurrent import recurrent
+from smcp_fx.tracing.trees import leaves_of
 
 #: In a node's meta: the calls of modules that returned it, by their keys in ``nn_module_stack``.
 _CALLS = "smcp_calls"
@@ -76,7 +77,7 @@ class _Tree:
 
 def note_call(key: str, given: Any, returned: Any) -> None:
     """Note on the nodes what a module was called with, as (args, kwargs), and what it returned."""
-    nodes = [leaf.node for leaf in pytree.tree_leaves(returned) if isinstance(leaf, Proxy)]
+    nodes = [leaf.node for leaf in leaves_of(returned) if isinstance(leaf, Proxy)]
     trees = [_tree(value) for value in (given, returned)]
     if nodes and None not in trees:
         unmarked(nodes[0]).meta.setdefault(_CALLS, {})[key] = tuple(trees)

@@ -25,6 +25,7 @@ from smcp_fx.tracing.constant_values import overwritten
 from smcp_fx.tracing.frames import asks_for_type, in_library, instruction_of, looks_up
 from smcp_fx.tracing.plain_attention import attend_by_function
 from smcp_fx.tracing.sentences import express
+from smcp_fx.tracing.trees import leaf_class, leaves_of
 
 #: Functions of numpy on single numbers that give what Python's own give; those of `_FLOATS` as a float.
 _OF_NUMBERS: dict[str, Callable[..., Any]] = {
@@ -193,7 +194,7 @@ class AnsweringProxy(Proxy):
 
     @classmethod
     def __torch_function__(cls, orig_method: Any, types: Any, args: Any = None, kwargs: Any = None) -> Proxy:
-        asked = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, AnsweringProxy)]
+        asked = [leaf for leaf in leaves_of((args, kwargs)) if isinstance(leaf, AnsweringProxy)]
         for leaf in asked:
             leaf.tracer.keep_symbolic(leaf, sys._getframe(1))
         if orig_method is F.multi_head_attention_forward and asked:
@@ -233,6 +234,7 @@ class AnsweringProxy(Proxy):
         return pytree.tree_map(lambda v: self.tracer.number(v) if isinstance(v, Proxy) else v, tree)
 
 
+@leaf_class
 class ValueProxy(AnsweringProxy):
     """The proxy of a node."""
 

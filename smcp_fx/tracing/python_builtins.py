@@ -68,7 +68,8 @@ class StandIns:
             "isinstance": self._isinstance,
             "callable": self._callable,
         }
-        for space in _spaces(model):
+        spaces = _spaces(model)
+        for space in spaces:
             if isinstance(space, ModuleType):
                 called = _called(space.__name__)
                 numbers: tuple[type, ...] = (int, float)
@@ -76,7 +77,7 @@ class StandIns:
                 told["type"] = self._type_of(passing)
                 self._wanted += [(space, name, told[name]) for name in called if name not in vars(space)]
             self._wanted += _uncached_in(space)
-        self._wanted += drawing(self._drawn, _spaces(model))
+        self._wanted += drawing(self._drawn, spaces)
 
     def __enter__(self) -> None:
         # dynamo keeps the functions that it finds when it is loaded: torch's, not a stand-in
@@ -242,10 +243,10 @@ def _content(cell: CellType) -> Any:
 
 def _spaces(model: nn.Module) -> list[ModuleType | type]:
     """The classes of the model's modules, their files, and the files of its package whose functions they import."""
-    classes = [
-        cls for module in model.modules() for cls in type(module).__mro__ if issubclass(cls, nn.Module)
-    ]
-    held = [value for module in model.modules() for value in vars(module).values()]
+    modules = list(model.modules())
+    kinds = dict.fromkeys(map(type, modules))
+    classes = [cls for kind in kinds for cls in kind.__mro__ if issubclass(cls, nn.Module)]
+    held = (value for module in modules for value in vars(module).values())
     names = [cls.__module__ for cls in classes]
     names += [value.__module__ for value in held if isinstance(value, FunctionType)]
     found: dict[ModuleType | type, None] = dict.fromkeys(cls for cls in classes if _is_models(cls.__module__))

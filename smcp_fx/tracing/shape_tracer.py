@@ -164,6 +164,8 @@ class ShapeTracer(AnsweringTracer):
 
     def create_arg(self, a: Any) -> Any:
         """Numbers of numpy are plain ones in a graph; what was worked out on the example's shapes is no constant."""
+        if isinstance(a, Proxy):  # most arguments; torch.fx asks first whether it is a parameter or a module
+            return a.node
         if isinstance(a, Tensor) and self._fake is not None and getattr(a, "fake_mode", None) is self._fake:
             raise KeptOutsideError(
                 "a tensor comes from a hook, or from a list outside the model, which keeps what modules give"

@@ -27,6 +27,7 @@ from smcp_fx.tracing.example_runs import run_eager, same_values, unchanged
 from smcp_fx.tracing.operations import writes_in_place
 from smcp_fx.tracing.same_draws import same_draws
 from smcp_fx.tracing.sentences import listed_paths
+from smcp_fx.tracing.trees import leaves_of
 
 WRITES = "writes into its own buffers"
 COUNTS = "counts its calls"
@@ -84,7 +85,7 @@ class State:
             for name, value in vars(module).items()
             if name not in _OWN
             and name not in module._buffers
-            and any(isinstance(leaf, Proxy) for leaf in pytree.tree_leaves(value))
+            and any(isinstance(leaf, Proxy) for leaf in leaves_of(value))
         }
         self._counted = {key for key, value in numbers_of(model).items() if self._numbers.get(key) != value}
         raised = {key for key, value in flags_of(model).items() if self._flags.get(key, value) != value}
