@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from torch import fx, nn
 
-from smcp_fx.channels.weight_factors import CASTS, TURNS
+from smcp_fx.channels.weight_factors import CASTS
 from smcp_fx.channels.weight_views import factors, is_layer, is_question, weight_and_bias
 from smcp_fx.tracing.constant_values import ancestors
 from smcp_fx.tracing.operations import operation_of
@@ -34,9 +34,9 @@ def _is_normalised(module: fx.GraphModule, node: fx.Node) -> bool:
         divided = [one for one in node.args[:2] if isinstance(one, fx.Node)] if name == "div" else []
         if name == "normalize" or (len(divided) == 2 and divided[0] in ancestors(divided[1])):
             return True
-        turns = name in TURNS | CASTS or (node.target is getattr and node.args[1] in ("T", "mT"))
+        turns = has(name, Trait.PERMUTES) or (node.target is getattr and node.args[1] in ("T", "mT"))
         sources = [one for one in node.all_input_nodes if one.op != "get_attr"]
-        if not (turns or has(name, Trait.ELEMENTWISE)) or len(sources) != 1:
+        if not (turns or name in CASTS or has(name, Trait.ELEMENTWISE)) or len(sources) != 1:
             return False
         (node,) = sources
 

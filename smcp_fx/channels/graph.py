@@ -35,6 +35,7 @@ from smcp_fx.cost_model import Width
 from smcp_fx.errors import InputError
 from smcp_fx.texts import table
 from smcp_fx.tracing.operations import operation_of
+from smcp_fx.tracing.traits import Trait, has
 
 if TYPE_CHECKING:
     import networkx as nx
@@ -259,7 +260,7 @@ def build(
     asked = _Asked(module, exclude, keep_first_layer, Facts(module, values))
     trail, units, where = _steady(asked, values, other)
     fruitless = 0
-    while where and where not in asked.mixed_up and _regroups(module, where) and fruitless < _TRIES:
+    while where and where not in asked.mixed_up and _reshapes(module, where) and fruitless < _TRIES:
         asked = replace(asked, mixed_up=(*asked.mixed_up, where))
         newer, found, where = _steady(asked, values, other)
         fruitless += 1  # another one may tie the same channels
@@ -276,10 +277,9 @@ def _steady(asked: _Asked, values: dict[str, Any], other: dict[str, Any] | None)
     return (trail, *keep_unsteady((trail, units), _propagated(asked, other, values)))
 
 
-def _regroups(module: fx.GraphModule, name: str) -> bool:
-    """Does the node give its elements another shape, whose sizes it names?"""
+def _reshapes(module: fx.GraphModule, name: str) -> bool:
     node = next(node for node in module.graph.nodes if node.name == name)
-    return operation_of(module, node) in ("view", "reshape", "flatten", "unflatten")
+    return has(operation_of(module, node), Trait.RESHAPES)
 
 
 def _propagated(asked: _Asked, values: dict[str, Any], other: dict[str, Any] | None) -> tuple[Trail, Units]:

@@ -77,8 +77,7 @@ class MixedWeight(Followed):
 
     use: fx.Node = field(kw_only=True)
     reading: Reading = field(kw_only=True)
-    parameters: list[fx.Node] = field(default_factory=list)  # read as tensors
-    modules: dict[fx.Node, Parts] = field(default_factory=dict)  # linears: factors of their weight
+    parameters: list[tuple[str, Parts]] = field(default_factory=list)  # names, and factors of each dimension
     #: Products that make a weight of a generator's input: (product, number of the argument, dimension summed).
     reads: list[tuple[fx.Node, int, int]] = field(default_factory=list)
 
@@ -86,15 +85,15 @@ class MixedWeight(Followed):
 class MixedWeights:
     """Finds them in a traced module, by the layer that reads them.
 
-    ``computed``: nodes that compute weights from parameters alone; ``apart``: others that may read what is between;
-    ``turned``: names of layers that mix positions, not channels.
+    ``computed``: nodes that compute a weight from parameters alone, and its name; ``apart``: other nodes that may
+    read the tensors between; ``turned``: names of layers that mix positions, not channels.
     """
 
     def __init__(
         self,
         module: fx.GraphModule,
         values: Mapping[str, Any],
-        computed: Collection[str],
+        computed: Mapping[str, str],
         apart: Collection[fx.Node] = (),
         turned: Collection[str] = (),
     ) -> None:
@@ -201,18 +200,23 @@ class _Walk:
                 todo |= {node, *crossed}
                 continue
             nodes[node] = None
-            if node.op == "get_attr" or node.name in among.computed:
-                weight.parameters.append(node)
-            else:
+            if node.op != "get_attr" and node.name not in among.computed:
                 todo.update({*self._relate(node)} - nodes.keys() - leaves.keys())
         weight.describe(factors, nodes, leaves)
+        for node in nodes:
+            if node.op == "get_attr" or node.name in among.computed:
+                name = among.computed.get(node.name, str(node.target))
+                weight.parameters.append((name, weight.parts[node]))
         for node, dim in self.linears.items():
-            weight.modules[node] = factors.parts(node)[dim], factors.parts(node.args[0])[dim]  # type: ignore[arg-type]
+            rows, columns = factors.parts(node)[dim], factors.parts(node.args[0])[dim]  # type: ignore[arg-type]
+            weight.parameters.append((f"{node.target}.weight", (rows, columns)))
+            if among.module.get_submodule(str(node.target)).bias is not None:
+                weight.parameters.append((f"{node.target}.bias", (rows,)))
         for node, _, tensor, over in factors.mixes:
             summed = operation_of(among.module, node) in PRODUCTS
             if len(factors.kinds(tensor, over) - {node.name}) > (not summed):
                 raise UnknownError
-        if any(len(factors.kinds(leaf)) > 1 for leaf in leaves) or not (weight.parameters or weight.modules):
+        if any(len(factors.kinds(leaf)) > 1 for leaf in leaves) or not weight.parameters:
             raise UnknownError
         return weight
 

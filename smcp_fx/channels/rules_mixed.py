@@ -98,18 +98,10 @@ def _record_parts(run: Propagation, call: Call, weight: MixedWeight, slots: dict
     for node, parts in weight.parts.items():
         run.trail.mixed[node.name] = _labelled(parts, slots)
     sizes = {}
-    for node in weight.parameters:
-        name = run.facts.computed.get(node.name) or run.parameter(str(node.target))
-        _parameter(run, name, _labelled(weight.parts[node], slots))
-        sizes[name] = math.prod(run.values[node.name].shape)
-    for node, parts in weight.modules.items():
-        module = run.module.get_submodule(str(node.target))
-        for attribute, dims in (("weight", parts), ("bias", parts[:1])):
-            tensor = getattr(module, attribute)
-            if tensor is not None:
-                name = run.parameter(f"{node.target}.{attribute}")
-                _parameter(run, name, _labelled(dims, slots))
-                sizes[name] = tensor.numel()
+    for name, parts in weight.parameters:
+        name = run.parameter(name)
+        _parameter(run, name, _labelled(parts, slots))
+        sizes[name] = math.prod(part.size for dim in parts for part in dim)
     _leaves(run, call, weight.leaves, slots, f"mixes the kernels of {call.node.name!r}")
     for node, operand, parts, over in weight.mixes:
         operation = operation_of(run.module, node)

@@ -24,12 +24,12 @@ from smcp_fx.channels.labels import (
 )
 from smcp_fx.channels.places import at_any_place, holds_places, is_index, looks_up
 from smcp_fx.channels.propagation import Propagation, Rule
-from smcp_fx.channels.shuffles import _CHAIN, find_pieces, find_shuffle
+from smcp_fx.channels.shuffles import find_pieces, find_shuffle, rearranges
 from smcp_fx.channels.steadiness import DEPENDS
 from smcp_fx.channels.trail import Call, ConstantRef, MadeRef, ParameterRef, tensor_leaves
 from smcp_fx.channels.weight_views import weight_of
 from smcp_fx.tracing.operations import operation_of
-from smcp_fx.tracing.traits import Trait, operations_with
+from smcp_fx.tracing.traits import Trait, has, operations_with
 from smcp_fx.tracing.trees import leaves_of, mapped
 
 #: What may spread one value over the channels.
@@ -96,11 +96,11 @@ def move(run: Propagation, call: Call) -> Any:
         run.trail.parts.append(call.node.name)
     if call.name in _PARTS or call.name == "roll":
         _refuse_parts(run, call, source)
-    if call.name in _CHAIN and call.node.name not in run.trail.virtual:
+    if rearranges(call.name) and call.node.name not in run.trail.virtual:
         find_shuffle(run, call)
     if call.node.name in run.trail.virtual:
         return result
-    if call.name in ("view", "reshape", "flatten", "unflatten"):
+    if has(call.name, Trait.RESHAPES):
         result = _folded_into_batch(run, call, source, result)
     else:  # the numbers of a view follow from the tensor's own size: another size tells whether they matter
         _refuse_numbers(run, call, source)
@@ -112,7 +112,7 @@ def _executed(call: Call, args: Any, kwargs: Any) -> Any:
     source = args[0]
     if call.name == "contiguous":
         return source
-    if call.name in ("view", "reshape", "flatten", "unflatten") and math.prod(call.shape) == source.numel():
+    if has(call.name, Trait.RESHAPES) and math.prod(call.shape) == source.numel():
         return reshaped(source, call.shape)
     if call.name == "roll" and call.argument(2, "dims") is not None:
         return execute(call, (narrow_uniform(source), *args[1:]), kwargs).expand(source.shape)

@@ -23,49 +23,27 @@ from smcp_fx.channels.rules_elementwise import bring_together
 from smcp_fx.channels.rules_layers import channel_labels, dense
 from smcp_fx.channels.rules_statistics import mix, mix_settled, mixes
 from smcp_fx.channels.trail import Call, ConstantRef, ParameterRef
-from smcp_fx.channels.weight_views import FIRST_FACTOR, named_dims
+from smcp_fx.channels.weight_views import FIRST_FACTOR, factors_in, named_dims
+
+_FORM = "a product of this form has no channel rule"
 
 
-def matmul(run: Propagation, call: Call) -> Any:
-    """`a @ b`, in any of its ranks; with a matrix of parameters on one side, a linear layer."""
-    first = FIRST_FACTOR.get(call.name or "", 0)
-    if len(call.args) < first + 2 or not all(isinstance(a, (Tensor, ParameterRef)) for a in call.args):
-        return run.unknown(call)
-    left, right = call.args[first : first + 2]
-    names, out = named_dims("matmul", None, (len(left.shape), len(right.shape)), len(call.shape))
-    made = _two_operands(run, call, (left, right), names, out)
-    if not first or call.shape != tuple(made.shape):
+def product(run: Propagation, call: Call) -> Any:
+    """Two operands, each dimension once an operand; with a matrix of parameters on one side, a linear layer."""
+    operands = factors_in(call.name, call.args)
+    if not operands or not all(isinstance(one, (Tensor, ParameterRef)) for one in operands):
+        return run.unknown(call, _FORM)
+    try:
+        names, out = named_dims(
+            call.name or "", call.args, call.kwargs, [len(one.shape) for one in operands], len(call.shape)
+        )
+    except ValueError:
+        return run.unknown(call, _FORM)
+    made = _two_operands(run, call, (operands[0], operands[1]), names, out)
+    if call.name not in ("addmm", "baddbmm") or call.shape != tuple(made.shape):
         return made
     told = [dim - made.dim() for dim in varied_dims(made)]
     return bring_together(run, call, [run.of(call.args[0], told), made], call.shape)
-
-
-def tensordot(run: Propagation, call: Call) -> Any:
-    """A product that sums over dimensions of both operands: the einsum that says so."""
-    left, right = call.args[:2]
-    dims = call.argument(2, "dims", 2)
-    if isinstance(dims, int):
-        dims = (range(len(left.shape) - dims, len(left.shape)), range(dims))
-    names, others = [f"x{d}" for d in range(len(left.shape))], [f"y{d}" for d in range(len(right.shape))]
-    for one, other in zip(*dims, strict=True):
-        others[other] = names[one]
-    summed = {names[one] for one in dims[0]}
-    out = [name for name in names + others if name not in summed]
-    return _two_operands(run, call, (left, right), [names, others], out)
-
-
-def einsum(run: Propagation, call: Call) -> Any:
-    """Two operands, each index once an operand; anything else stays."""
-    equation, *operands = call.args
-    if len(operands) == 1 and isinstance(operands[0], (list, tuple)):
-        operands = list(operands[0])
-    try:
-        names, out = named_dims(
-            "einsum", equation, [len(operand.shape) for operand in operands], len(call.shape)
-        )
-    except (ValueError, AttributeError):
-        return run.unknown(call, "an einsum of this form has no channel rule")
-    return _two_operands(run, call, (operands[0], operands[1]), names, out)
 
 
 def _two_operands(
@@ -270,12 +248,6 @@ def _aligned(labels: Tensor, names: list[str], out: list[str]) -> Tensor:
 
 
 RULES: dict[str, Rule] = {
-    "matmul": matmul,
-    "bmm": matmul,
-    "mm": matmul,
-    "addmm": matmul,
-    "baddbmm": matmul,
-    "einsum": einsum,
-    "tensordot": tensordot,
+    **dict.fromkeys(FIRST_FACTOR, product),
     "scaleddotproductattention": attention,
 }

@@ -12,10 +12,8 @@ from smcp_fx.channels.labels import along, at_first, compact, varied_dims
 from smcp_fx.channels.propagation import Propagation
 from smcp_fx.channels.trail import Call, Shuffle
 from smcp_fx.tracing.operations import operation_name
+from smcp_fx.tracing.traits import Trait, has
 from smcp_fx.tracing.values import TensorInfo
-
-#: Moves of one tensor that keep every element: a chain of them may be a channel shuffle.
-_CHAIN = {"view", "reshape", "transpose", "permute", "flatten", "unflatten", "movedim", "contiguous", "t"}
 
 
 def find_shuffle(run: Propagation, call: Call) -> None:
@@ -119,7 +117,12 @@ def _order_at(
 
 
 def _moves_only(run: Propagation, node: fx.Node) -> bool:
-    return _named(run, node) in _CHAIN
+    return rearranges(_named(run, node))
+
+
+def rearranges(name: str | None) -> bool:
+    """Does the operation move one tensor and keep every element? A chain of these may be a channel shuffle."""
+    return name == "contiguous" or has(name, Trait.RESHAPES | Trait.PERMUTES)
 
 
 def _named(run: Propagation, node: fx.Node) -> str | None:

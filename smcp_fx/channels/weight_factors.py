@@ -18,12 +18,11 @@ from torch import fx
 
 from smcp_fx.channels.weight_views import FIRST_FACTOR, named_dims
 from smcp_fx.tracing.operations import operation_of
-from smcp_fx.tracing.traits import Trait, has
+from smcp_fx.tracing.traits import Trait, has, operations_with
 from smcp_fx.tracing.values import TensorInfo
 
 COPIES = {"contiguous", "clone", "detach"}
-RESHAPES = {"view", "reshape", "flatten", "unflatten", "squeeze", "unsqueeze", *COPIES}
-TURNS = {"permute", "transpose", "movedim", "t"}
+RESHAPES = {*operations_with(Trait.RESHAPES), "squeeze", "unsqueeze", *COPIES}
 CASTS = {"to", "float", "type", "typeas"}
 #: Products of two tensors, and how many arguments stand before the first operand.
 PRODUCTS = {"linear": 0, **{name: first for name, first in FIRST_FACTOR.items() if name != "tensordot"}}
@@ -134,7 +133,7 @@ class Factors:
             if inputs != [first]:
                 raise UnknownError
             unify([f for dim in self.of(first) for f in dim], [f for dim in made for f in dim])
-        elif name in TURNS:
+        elif has(name, Trait.PERMUTES):
             for dim, place in zip(made, order_of(node, len(made)), strict=True):
                 unify(dim, self.of(first)[place])
         elif name in PRODUCTS:
@@ -206,7 +205,7 @@ class Product:
             raise UnknownError
         self.shapes = [shape_of(operand, values) for operand in self.operands]
         ranks = [len(shape) for shape in self.shapes]
-        self.names, self.out = named_dims(name, node.args[0], ranks, len(shape_of(node, values)))
+        self.names, self.out = named_dims(name, node.args, node.kwargs, ranks, len(shape_of(node, values)))
         bias = node.args[0] if name in ("addmm", "baddbmm") else None
         if name == "linear":
             bias = node.args[2] if len(node.args) > 2 else node.kwargs.get("bias")

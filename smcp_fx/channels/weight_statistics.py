@@ -17,7 +17,6 @@ from torch import fx
 from smcp_fx.channels.mixed_weights import Followed, MixedWeight
 from smcp_fx.channels.weight_factors import (
     CASTS,
-    TURNS,
     UNFIT,
     Factors,
     Part,
@@ -103,7 +102,7 @@ def _before(
     """The tensor that a node permutes, casts or scales, and where the dimensions ``dims`` are in it."""
     name = operation_of(module, node) or ""
     inputs = [n for n in node.all_input_nodes if isinstance(values.get(n.name), TensorInfo)]
-    if len(inputs) == 1 and name in TURNS:
+    if len(inputs) == 1 and has(name, Trait.PERMUTES):
         order = order_of(node, len(shape_of(node, values)))
         return inputs[0], (order[dims[0]], order[dims[1]])
     scaled = len(inputs) == 1 and (name in CASTS or has(name, Trait.ELEMENTWISE))

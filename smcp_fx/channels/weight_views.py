@@ -8,7 +8,7 @@ Each element of such a view is the parameter's own, and each of its dimensions i
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +19,7 @@ from torch import Tensor, fx, nn
 from smcp_fx.masking.masks import EVERY_MASK
 from smcp_fx.tracing.operations import operation_name
 from smcp_fx.tracing.recurrent import recurrent_weight
+from smcp_fx.tracing.traits import Trait, operations_with
 from smcp_fx.tracing.values import held
 
 LAYERS: tuple[Callable[..., object], ...] = (
@@ -31,11 +32,7 @@ LAYERS: tuple[Callable[..., object], ...] = (
     F.linear,
     recurrent_weight,
 )
-_MOVES = frozenset(
-    """
-contiguous flatten getitem movedim permute reshape squeeze t transpose unflatten unsqueeze view
-""".split()
-)
+_MOVES = operations_with(Trait.RESHAPES | Trait.PERMUTES) | {"contiguous", "getitem", "squeeze", "unsqueeze"}
 _ATTRIBUTES = ("T", "mT")
 _MASKS = EVERY_MASK  # may stand between a parameter and the movements
 _QUESTIONS = ("size", "dim", "numel", "ndim", "shape")
@@ -104,27 +101,39 @@ def contracted(use: fx.Node, rank: int) -> int:
 def factors(use: fx.Node) -> list[fx.Node]:
     """The two factors of a product of tensors; none for another call."""
     name = operation_name(use, None) if use.op in ("call_function", "call_method") else None
-    if name not in FIRST_FACTOR:
-        return []
-    given = use.args[FIRST_FACTOR[name] :][:2]
+    operands = factors_in(name, use.args)
+    return operands if all(isinstance(operand, fx.Node) for operand in operands) else []
+
+
+def factors_in(name: str | None, args: Sequence[Any]) -> list[Any]:
+    """The two factors among the arguments of a product; none of another operation."""
+    given = args[FIRST_FACTOR[name] :][:2] if name in FIRST_FACTOR else ()
     if len(given) == 1 and isinstance(given[0], (list, tuple)):
-        given = tuple(given[0])
-    operands = [operand for operand in given if isinstance(operand, fx.Node)]
-    return operands if len(operands) == 2 else []
+        given = given[0]
+    return list(given) if len(given) == 2 else []
 
 
 def named_dims(
-    name: str, equation: Any, ranks: Sequence[int], rank: int
+    name: str, args: Sequence[Any], kwargs: Mapping[str, Any], ranks: Sequence[int], rank: int
 ) -> tuple[list[list[str]], list[str]]:
     """Names for the dimensions of a product's two operands, and for those of its result.
 
-    ``equation``: of an einsum; ``ranks``, ``rank``: how many there are. `ValueError` for other forms.
+    ``args``, ``kwargs``: the call's; ``ranks``, ``rank``: numbers of dimensions. `ValueError` for other forms.
     """
+    if name == "tensordot":
+        dims: Any = args[2] if len(args) > 2 else kwargs.get("dims", 2)
+        if isinstance(dims, int):
+            dims = range(ranks[0] - dims, ranks[0]), range(dims)
+        one, other = ([f"{side}{d}" for d in range(size)] for side, size in zip("xy", ranks, strict=True))
+        for d, summed in zip(*dims, strict=True):
+            other[summed] = one[d]
+        return [one, other], [name for name in one + other if not (name in one and name in other)]
     if name == "einsum":
-        inputs, _, out = str(equation).replace(" ", "").partition("->")
+        equation = str(args[0])
+        inputs, _, out = equation.replace(" ", "").partition("->")
         sides = zip((*inputs.split(","), out), (*ranks, rank), strict=True)
         left, right, made = (_spelled_out(names, size) for names, size in sides)
-        if "->" not in str(equation) or any(len(set(names)) != len(names) for names in (left, right, made)):
+        if "->" not in equation or any(len(set(names)) != len(names) for names in (left, right, made)):
             raise ValueError("no result is named, or an operand's diagonal is taken")
         return [left, right], made
     rows, columns = (["y"] if ranks[0] > 1 else []), (["z"] if ranks[1] > 1 else [])  # a vector has none
