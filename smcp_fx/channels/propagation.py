@@ -18,6 +18,7 @@ from torch import Tensor, fx
 
 from smcp_fx.channels.facts import Facts
 from smcp_fx.channels.labels import compact, narrow_uniform, uniform, varied_dims
+from smcp_fx.channels.sizes import Sizes
 from smcp_fx.channels.trail import (
     INPUT,
     Call,
@@ -60,7 +61,7 @@ class Propagation:
         facts: Facts | None = None,
     ) -> None:
         self.module, self.values, self.rules, self.turned = module, values, rules, turned
-        self.other = other or {}  # the values at another size of the images
+        self.sizes = Sizes(module, values, other or {})
         self.mixed_up = mixed_up  # movements that take positions for channels
         self.trail = Trail(turned=frozenset(turned))
         self.blind = False  # whether a rule pinned something because it could not see ties found later
@@ -142,16 +143,6 @@ class Propagation:
     def varied(self, labels: Tensor) -> list[int]:
         """Dimensions along which the labels change, merged by the ties of the earlier run."""
         return varied_dims(self.units(labels))
-
-    def follows_input(self, node: fx.Node, dim: int) -> bool:
-        """Whether the dimension has another size for other images."""
-        here, there = self.values[node.name], self.other.get(node.name)
-        return (
-            isinstance(here, TensorInfo)
-            and isinstance(there, TensorInfo)
-            and len(here.shape) == len(there.shape)
-            and here.shape[dim] != there.shape[dim]
-        )
 
     def of(self, value: Any, along: Collection[int] | None = None) -> Tensor:
         """Return the labels of a tensor argument, giving a parameter's elements labels on first use.
@@ -301,7 +292,9 @@ class Propagation:
                 returned = bool(node.users) and all(user.op == "output" for user in node.users)
                 self.unknown(call, "reaches the network's output" if returned else None)
             return value  # sizes and other numbers: as recorded
-        self._pin_written_views(call)
+        for view, why in written_views(self.module, node):
+            for labels in tensor_leaves(self.trail.labels[view.name]):
+                self.pin(self.of(labels), node.name, why)
         result = self._ruled(call)
         return mapped(lambda t: compact(t) if isinstance(t, Tensor) else t, result)
 
@@ -328,11 +321,6 @@ class Propagation:
             return self.unknown(call, f"{UNFIT} {call.name!r} (labels of shapes {shapes}, not {expected})")
         return result
 
-    def _pin_written_views(self, call: Call) -> None:
-        for view, why in written_views(self.module, call.node):
-            for labels in tensor_leaves(self.trail.labels[view.name]):
-                self.pin(self.of(labels), call.node.name, why)
-
     def _made_tensor(self, node: fx.Node, value: Any) -> Any:
         """Computed from sizes alone: where others read it, it has channels along what it meets."""
         among = self.facts.made[node.name]
@@ -342,7 +330,9 @@ class Propagation:
 
     def made(self, node: fx.Node, shape: tuple[int, ...]) -> MadeRef | None:
         """A tensor that is labelled when it meets something; None where no dimension can hold channels."""
-        told = tuple(dim for dim, size in enumerate(shape) if size > 1 and not self.follows_input(node, dim))
+        told = tuple(
+            dim for dim, size in enumerate(shape) if size > 1 and not self.sizes.follow_input(node, dim)
+        )
         return MadeRef(f"{node.name}()", shape, told) if told else None
 
     def _attribute(self, target: str, value: Any) -> Any:

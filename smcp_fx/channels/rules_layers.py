@@ -64,7 +64,7 @@ def _kernel_a_channel(run: Propagation, call: Call, groups: int) -> Any:
         return run.unknown(call, why)
     inputs = channel_labels(run, labels, axis)
     in_one_line = torch.unique(inputs).numel() < channels  # the channels of all images
-    if in_one_line and not run.follows_input(source, axis):
+    if in_one_line and not run.sizes.follow_input(source, axis):
         return run.unknown(call, why)
     for one in kernels:
         if one is not None:

@@ -117,7 +117,7 @@ def _read(
     source = product.args[operand]
     assert isinstance(source, fx.Node)
     value = run.trail.labels[source.name]
-    if isinstance(value, (Tensor, ParameterRef)) and not run.follows_input(source, dim):
+    if isinstance(value, (Tensor, ParameterRef)) and not run.sizes.follow_input(source, dim):
         labels = run.of(value, [dim - len(value.shape)])
         if dim in run.varied(labels):
             slots[product.name] = own_inputs(run, call, channel_labels(run, labels, dim))

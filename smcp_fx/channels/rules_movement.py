@@ -126,7 +126,7 @@ def _mixed_up(run: Propagation, call: Call) -> Tensor:
     """
     why = f"{call.node.name!r} takes positions or images for channels: which channels meet there {DEPENDS}"
     run.pin(run.of(call.args[0]), call.node.name, why)
-    steady = [d for d, size in enumerate(call.shape) if size > 1 and not run.follows_input(call.node, d)]
+    steady = [d for d, size in enumerate(call.shape) if size > 1 and not run.sizes.follow_input(call.node, d)]
     if len(steady) != 1:
         return uniform(run.fixed(call.node.name, why), call.shape)
     run.trail.selected.add(call.node.name)
@@ -144,7 +144,7 @@ def _expanded(run: Propagation, call: Call, source: Tensor, result: Tensor, othe
     told = _read_along(run, call.node) if other is None else run.varied(other)
     places = [d for d in spread if d in told]
     uniform = not varied_dims(source)
-    if not uniform or len(places) != 1 or run.follows_input(call.node, places[0]):
+    if not uniform or len(places) != 1 or run.sizes.follow_input(call.node, places[0]):
         if other is not None:
             _tie_expanded(run, source, other)
         return result
@@ -166,7 +166,7 @@ def _read_along(run: Propagation, node: fx.Node) -> list[int]:
             if table is not None and name in ("gather", "takealongdim"):
                 return run.varied(run.of(table))
             rank, along = len(run.values[node.name].shape), int(user.args[1])  # type: ignore[arg-type]
-            return [d for d in range(rank) if d != along % rank and not run.follows_input(node, d)]
+            return [d for d in range(rank) if d != along % rank and not run.sizes.follow_input(node, d)]
     return [1]
 
 
@@ -293,7 +293,7 @@ def _folded_into_batch(run: Propagation, call: Call, source: Tensor, result: Any
     given = call.node.args[1:]
     first = next(iter(given[0] if given and isinstance(given[0], (tuple, list)) else given), None)
     written = isinstance(first, int) and first >= 0 and call.name in ("view", "reshape")
-    if written or not run.follows_input(call.node, 0):
+    if written or not run.sizes.follow_input(call.node, 0):
         run.pin(source, call.node.name, f"channels are folded into the batch by {call.node.name!r}")
     return result
 
@@ -308,7 +308,7 @@ def _refuse_parts(run: Propagation, call: Call, source: Tensor) -> None:
         return
     for dim in run.varied(source):
         size = source.shape[dim]
-        if not run.follows_input(start, dim):
+        if not run.sizes.follow_input(start, dim):
             continue
         ruler = along(torch.arange(size), source.shape, dim)
         args, kwargs = labelled(run, known_values((call.args[1:], call.kwargs)))
@@ -330,7 +330,9 @@ def _refuse_numbers(run: Propagation, call: Call, source: Tensor) -> None:
     `torch.roll(h, h.shape[3], 1)`: with one more, they would be moved elsewhere.
     """
     numbers = [
-        n for n in call.node.all_input_nodes if type(run.values.get(n.name)) is int and _follows_input(run, n)
+        n
+        for n in call.node.all_input_nodes
+        if type(run.values.get(n.name)) is int and run.sizes.follow_input(n)
     ]
     if not numbers:
         return
@@ -363,21 +365,6 @@ def _pads(call: Call, from_last: int, numbers: list[fx.Node]) -> bool:
     if not isinstance(amounts, (tuple, list)):
         return True
     return any(amount in numbers for amount in amounts[2 * from_last : 2 * from_last + 2])
-
-
-def _follows_input(run: Propagation, node: fx.Node) -> bool:
-    """Was the number computed from one that is another for other images?"""
-    seen, todo = {node}, [node]
-    while todo:
-        number = todo.pop()
-        here, there = run.values.get(number.name), run.other.get(number.name)
-        if type(here) is int and type(there) is int and here != there:
-            return True
-        for given in number.all_input_nodes if type(here) in (int, float, bool) else ():
-            if given not in seen:
-                seen.add(given)
-                todo.append(given)
-    return False
 
 
 RULES: dict[str, Rule] = {

@@ -131,7 +131,7 @@ def _product(
         less = int(torch.unique(aligned[0]).numel() >= torch.unique(aligned[1]).numel())
         label = 0
         follows = (
-            run.is_alone(labels) or run.follows_input(call.node, dim)
+            run.is_alone(labels) or run.sizes.follow_input(call.node, dim)
             for labels, (dim,) in zip(aligned, free, strict=True)
         )
         if len(free[0]) == len(free[1]) == 1 and len(call.node.all_input_nodes) <= 2 and not any(follows):

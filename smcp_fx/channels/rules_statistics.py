@@ -77,16 +77,6 @@ def mix_settled(run: Propagation, labels: Tensor, dims: set[int]) -> Tensor | No
     return labels
 
 
-def knows_other_sides(run: Propagation) -> bool:
-    """Whether the other values are those of larger or smaller images, not only of more."""
-    return any(
-        run.follows_input(node, dim)
-        for node in run.module.graph.nodes
-        if node.op == "placeholder" and isinstance(run.values[node.name], TensorInfo)
-        for dim in range(2, len(run.values[node.name].shape))
-    )
-
-
 def as_image(run: Propagation, call: Call, labels: Tensor, dims: set[int]) -> Tensor:
     """Of images whose channels lie in space, too (pixel shuffle): those of one channel, where channels are mixed.
 
@@ -94,8 +84,8 @@ def as_image(run: Propagation, call: Call, labels: Tensor, dims: set[int]) -> Te
     """
     if labels.dim() == 4 and dims in ({1}, {3}) and run.varied(labels) == [1, 2, 3]:
         space, source = {1, 2, 3} - dims, call.node.args[0]
-        fixed = (isinstance(source, fx.Node) and not run.follows_input(source, dim) for dim in space)
-        if not (knows_other_sides(run) and all(fixed)):
+        fixed = (isinstance(source, fx.Node) and not run.sizes.follow_input(source, dim) for dim in space)
+        if not (run.sizes.sides_differ and all(fixed)):
             for dim in space:
                 labels = run.tie_along(labels, dim)
     return labels
@@ -112,7 +102,7 @@ def mixes(
 def pin_in_batch(run: Propagation, call: Call, labels: Tensor, operand: int = 0) -> None:
     """Keep channels that lie along a dimension of other sizes for other inputs: a mask has one length."""
     source = call.node.args[operand] if len(call.node.args) > operand else None
-    if isinstance(source, fx.Node) and any(run.follows_input(source, dim) for dim in run.varied(labels)):
+    if isinstance(source, fx.Node) and any(run.sizes.follow_input(source, dim) for dim in run.varied(labels)):
         run.pin(
             labels, call.node.name, f"channels that {call.name!r} mixes lie along the batch, or along space"
         )

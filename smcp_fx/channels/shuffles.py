@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -56,7 +57,7 @@ def find_pieces(run: Propagation, call: Call) -> None:
         return
     orders = [order for end in ends if (order := _order(run, [*chain, end], labels)) is not None]
     dims = {dim for dim, _ in orders}
-    if len(orders) < len(ends) or dims != set(varied_dims(labels)) or run.follows_input(root, min(dims)):
+    if len(orders) < len(ends) or dims != set(varied_dims(labels)) or run.sizes.follow_input(root, min(dims)):
         return
     for end, (dim, line) in zip(ends, orders, strict=True):
         run.trail.shuffles[end.name] = Shuffle(root.name, dim, line, tuple(n.name for n in chain))
@@ -69,7 +70,7 @@ def _picks(run: Propagation, node: fx.Node) -> bool:
 
 def _records(run: Propagation, root: fx.Node, chain: list[fx.Node], labels: Tensor) -> bool:
     found = _order(run, chain, labels)
-    if found is None or found[0] not in varied_dims(labels) or run.follows_input(root, found[0]):
+    if found is None or found[0] not in varied_dims(labels) or run.sizes.follow_input(root, found[0]):
         return False  # what is shuffled are no channels, or as many as the input says
     run.trail.shuffles[chain[-1].name] = Shuffle(root.name, *found, tuple(n.name for n in chain[:-1]))
     run.trail.virtual.update(node.name for node in chain[:-1])
@@ -83,16 +84,16 @@ def _order(run: Propagation, chain: list[fx.Node], labels: Tensor) -> tuple[int,
     is a way back for h = 16 alone.
     """
     found, root = _order_at(run, chain, run.values, varied_dims(labels)), chain[0].args[0]
-    there = run.other.get(root.name) if isinstance(root, fx.Node) else None
+    there = run.sizes.other.get(root.name) if isinstance(root, fx.Node) else None
     if found is None or not isinstance(there, TensorInfo) or there.shape == labels.shape:
         return found
-    other = _order_at(run, chain, run.other, [found[0]])
+    other = _order_at(run, chain, run.sizes.other, [found[0]])
     same = other is not None and other[0] == found[0] and torch.equal(other[1], found[1])
     return found if same else None
 
 
 def _order_at(
-    run: Propagation, chain: list[fx.Node], values: dict[str, Any], varied: list[int]
+    run: Propagation, chain: list[fx.Node], values: Mapping[str, Any], varied: list[int]
 ) -> tuple[int, Tensor] | None:
     """The same at the size that these values have; ``varied``: the root's dimensions that hold channels."""
     order: tuple[int, Tensor] | None = None
