@@ -1,4 +1,4 @@
-"""Operations run as they are: on label tensors, and on positions, which tell where a movement puts things."""
+"""Operations executed on label tensors, and on positions, which show where a movement puts elements."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def execute(call: Call, args: Any, kwargs: Any) -> Any:
 
 
 def perform(node: fx.Node, args: Any, kwargs: Any) -> Any:
-    """Run a function or method node on label tensors, whose strides refuse `view`: it runs as `reshape`."""
+    """Run a function or method node on label tensors. `view` runs as `reshape`, as their strides do not allow it."""
     if node.op == "call_method":
         name = {"view": "reshape", "view_as": "reshape_as"}.get(str(node.target), str(node.target))
         return getattr(args[0], name)(*args[1:], **kwargs)

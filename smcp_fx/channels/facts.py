@@ -23,9 +23,9 @@ MIXTURE, STATISTIC = "mixture", "statistic"
 
 
 class Facts:
-    """Which nodes compute, move or mix weights, and which of them the rules do not see (``hidden``).
+    """Which nodes compute, move or mix weights, and which of them the rules skip (``hidden``).
 
-    Made from the values at any size; `at` adds what depends on it.
+    Made from the values at any size of the images; `at` adds the facts that depend on the size.
     """
 
     statistics: dict[fx.Node, WeightStatistics]  # by the nodes that they end in
@@ -45,7 +45,7 @@ class Facts:
         for view in weight_views(module).values():
             places = zip(view.chain, view.dims, strict=True)
             self.views.update((node.name, (str(view.source.target), dims)) for node, dims in places)
-        # The rules see neither what only an assertion reads nor what only computes weights.
+        # The rules skip nodes that only an assertion reads, and nodes that only compute weights.
         self.hidden = _only_asserted(module.graph)
         self.made = made_tensors(module, values, self.hidden)
         self.computed: dict[str, str] = {}  # nodes that compute a weight -> the parameter that stands for it
@@ -78,7 +78,7 @@ class Facts:
 
 
 def _only_asserted(graph: fx.Graph) -> set[str]:
-    """Nodes that only an assertion of tracing reads: it asks of the channels that are left what it asked of all."""
+    """Nodes that only an assertion reads. It checks the kept channels as it checked all of them."""
     found: set[str] = set()
     for node in reversed(graph.nodes):
         read = bool(node.users) and all(user.name in found for user in node.users)

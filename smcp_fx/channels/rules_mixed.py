@@ -1,7 +1,7 @@
 """Channel rules of layers whose weight is computed from the input, and of statistics of layers' weights.
 
-See `channels.mixed_weights` and `channels.weight_statistics`. There, each kind of channels has a name ("in", "out",
-or a product's); here, ``slots`` has the labels of each kind.
+See `channels.mixed_weights` and `channels.weight_statistics`. They give each kind of channels a name ("in", "out",
+or the name of a product); here, ``slots`` holds the labels of each kind.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from smcp_fx.tracing.operations import operation_of
 
 
 def pin_read_otherwise(run: Propagation) -> None:
-    """Keep the channels of mixed parameters that something else reads, too."""
+    """Pin the channels of mixed parameters that have other readers, too."""
     trail = run.trail
     for name in trail.mixed_parameters.keys() & (trail.slots.keys() | trail.elements.keys()):
         _pin_parts(run, name, trail.mixed_parameters[name])
@@ -92,7 +92,7 @@ def _of_positions(run: Propagation, call: Call, weight: MixedWeight, labels: Ten
 
 
 def _record_parts(run: Propagation, call: Call, weight: MixedWeight, slots: dict[str, Tensor]) -> list[str]:
-    """Note the channels of all tensors that compute the weight; returns its parameters, the largest first."""
+    """Record the channels of all tensors that compute the weight; returns its parameters, the largest first."""
     for product, operand, dim in weight.reads:
         _read(run, call, product, operand, dim, slots)
     for node, parts in weight.parts.items():
@@ -126,7 +126,7 @@ def _read(
 def _leaves(
     run: Propagation, call: Call, leaves: Mapping[fx.Node, Parts], slots: Mapping[str, Tensor], why: str
 ) -> None:
-    """Tie tensors with one kind of channels to these. Those without channels, which both kinds read, stay."""
+    """Tie tensors with one kind of channels to ``slots``. Tensors without channels, which both kinds read, stay."""
     for node, parts in leaves.items():
         value = run.trail.labels[node.name]
         kinds = {part.kind for dim in parts for part in dim} & slots.keys()
@@ -145,7 +145,7 @@ def _mixes(
     over: tuple[int, ...],
     slots: Mapping[str, Tensor],
 ) -> None:
-    """Note that the operation mixes the channels that lie in the dimensions ``over`` of an operand."""
+    """Record that the operation mixes the channels along the dimensions ``over`` of an operand."""
     name = call.name or ""
     form = "instead" if name in NORMS else form_of(call)
     if name in PRODUCTS or call.node.op == "call_module":
@@ -166,7 +166,7 @@ def _labelled(parts: Parts, slots: Mapping[str, Tensor]) -> Mixed:
 
 
 def _parameter(run: Propagation, name: str, mixed: Mixed) -> None:
-    """Note a parameter's channels: slots where each dimension has one kind, else the factors of each dimension."""
+    """Record a parameter's channels: as slots if each dimension has one kind, else as factors of each dimension."""
     if not any(len(dim) > 1 and any(isinstance(part, Tensor) for part in dim) for dim in mixed):
         for d, dim in enumerate(mixed):
             if dim and isinstance(dim[0], Tensor):
@@ -188,7 +188,7 @@ def _size(part: Tensor | int) -> tuple[bool, int]:
 
 
 def _plane(parts: Parts, slots: Mapping[str, Tensor], kind: str) -> Tensor:
-    """Labels of one kind of channels, for each element of a tensor of such dimensions."""
+    """Labels of one kind of channels, for each element of a tensor with these factors."""
     flat = [part for dim in parts for part in dim]
     sizes, where = [part.size for part in flat], [1] * len(flat)
     axis = [part.kind for part in flat].index(kind)
@@ -208,7 +208,7 @@ def statistic(run: Propagation, call: Call) -> Any:
             labels = run.slot(computed.weight, dim, run.fresh(call.node.name, computed.shape[dim]))
         slots[kind] = labels
     run.trail.beside[computed.weight] = computed.dims
-    if call.node is list(computed.ends)[-1]:  # by now, all tensors that it reads have labels
+    if call.node is list(computed.ends)[-1]:  # now all tensors that it reads have labels
         for node, parts in computed.parts.items():
             run.trail.mixed[node.name] = _labelled(parts, slots)
         why = f"meets the weight {computed.weight!r}, of which {call.node.name!r} is made"
@@ -224,5 +224,5 @@ def statistic(run: Propagation, call: Call) -> Any:
     return run.filled(call.value, run.fixed(call.node.name, made))
 
 
-#: By what `Facts` knows of the node, not by the operation's name.
+#: Chosen by `Facts`, not by the operation's name.
 RULES: dict[str, Rule] = {MIXTURE: mixture, STATISTIC: statistic}

@@ -20,20 +20,19 @@ from smcp_fx.tracing.values import TensorInfo
 def find_shuffle(run: Propagation, call: Call) -> None:
     """Recognise a chain of movements that permutes one axis of its root and leaves the shape as it was.
 
-    The tensors between are then never seen by anyone, and need not stay rectangular when channels go: the
-    chain is replaced by one ``index_select``. Tying them instead would chain all units of a ShuffleNet into
-    one.
+    The chain is replaced by one ``index_select``, so the tensors inside need not stay rectangular when channels go.
+    Ties inside the chain would join all units of a ShuffleNet into one.
     """
     chain: list[fx.Node] = [call.node]
     root = call.node.args[0]
     environment = run.trail.labels
     while isinstance(root, fx.Node) and isinstance(environment.get(root.name), Tensor):
         if root.name in run.trail.virtual:
-            return  # inside a chain already: nothing may start there
+            return  # a chain must not start inside another
         labels = environment[root.name]
         if len(chain) > 1 and labels.shape == torch.Size(call.shape) and _records(run, root, chain, labels):
             return
-        ends_another = root.name in run.trail.shuffles  # becomes one node, which this chain may start from
+        ends_another = root.name in run.trail.shuffles  # it becomes one node, from which this chain may start
         if ends_another or not _moves_only(run, root) or len(root.users) > 1:
             return
         if not isinstance(root.args[0], fx.Node):
@@ -43,10 +42,10 @@ def find_shuffle(run: Propagation, call: Call) -> None:
 
 
 def find_pieces(run: Propagation, call: Call) -> None:
-    """Recognise a chain that folds channels into the batch and ends in pieces, each some channels of its root.
+    """Recognise a chain that folds channels into the batch and ends in pieces, which hold channels of its root.
 
     ``x.reshape(b * c // 2, 2, h * w).permute(1, 0, 2).reshape(2, b, c // 2, h, w)``, of which ``[0]`` and ``[1]`` are
-    read (ShuffleNetV2+). Asked at its first movement, before channels are tied in the batch.
+    read (ShuffleNetV2+). Called at the first movement, before channels are tied in the batch.
     """
     chain, root = [call.node], call.node.args[0]
     assert isinstance(root, fx.Node)
@@ -71,16 +70,16 @@ def _picks(run: Propagation, node: fx.Node) -> bool:
 def _records(run: Propagation, root: fx.Node, chain: list[fx.Node], labels: Tensor) -> bool:
     found = _order(run, chain, labels)
     if found is None or found[0] not in varied_dims(labels) or run.sizes.follow_input(root, found[0]):
-        return False  # what is shuffled are no channels, or as many as the input says
+        return False  # it shuffles no channels, or a number that follows the input
     run.trail.shuffles[chain[-1].name] = Shuffle(root.name, *found, tuple(n.name for n in chain[:-1]))
     run.trail.virtual.update(node.name for node in chain[:-1])
     return True
 
 
 def _order(run: Propagation, chain: list[fx.Node], labels: Tensor) -> tuple[int, Tensor] | None:
-    """The one dimension of the root along which the chain selects or permutes, and the places that it fetches.
+    """The only dimension of the root along which the chain selects or permutes, and the places that it fetches.
 
-    None, too, where it does otherwise at another size: from `[b, h // 4, 4, c]` by `[b, h, c]` to `[b, 4, h // 4, c]`
+    Also None if the result differs at another size: from `[b, h // 4, 4, c]` by `[b, h, c]` to `[b, 4, h // 4, c]`
     is a way back for h = 16 alone.
     """
     found, root = _order_at(run, chain, run.values, varied_dims(labels)), chain[0].args[0]
