@@ -38,12 +38,12 @@ class TensorInfo:
 
 
 def is_continuous(value: torch.Tensor | TensorInfo) -> bool:
-    """Does it hold real or complex numbers, no integers or truth values?"""
+    """Does it hold real or complex numbers, not integers or truth values?"""
     return value.dtype.is_floating_point or value.dtype.is_complex
 
 
 def info_of(result: Any) -> Any:
-    """What is recorded of a node's result: a `TensorInfo` in place of each tensor."""
+    """The record of a node's result: a `TensorInfo` in place of each tensor."""
     if type(result) in (int, bool):
         return result
     if isinstance(result, torch.Size):
