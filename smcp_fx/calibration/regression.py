@@ -61,8 +61,8 @@ class Sums(Gram):
     y: Tensor = field(default_factory=lambda: torch.zeros(()))
     r: Tensor = field(default_factory=lambda: torch.zeros(()))
     xr: Tensor = field(default_factory=lambda: torch.zeros(()))
-    rr: float = 0.0
-    yy: float = 0.0
+    rr: Tensor = field(default_factory=lambda: torch.zeros(()))
+    yy: Tensor = field(default_factory=lambda: torch.zeros(()))
 
     def add_pairs(self, x: Tensor, y: Tensor, before: Tensor) -> None:
         """Add rows [..., groups, inputs] and outputs [..., groups, outputs]; ``before`` is W0."""
@@ -73,8 +73,8 @@ class Sums(Gram):
         left = torch.baddbmm(y, x, before, alpha=-1)
         self.y, self.r = self.y + _sum(y), self.r + _sum(left)
         self.xr = _plus(self.xr, x.mT @ left)
-        self.rr += float(_sum(left.square()).sum())
-        self.yy += float(_sum(y.square()).sum())
+        self.rr = self.rr + _sum(left.square()).sum()  # on its device: a GPU waits for no chunk
+        self.yy = self.yy + _sum(y.square()).sum()
 
     def __add__(self, other: Sums) -> Sums:
         if not (self.count and other.count):
@@ -98,12 +98,12 @@ class Sums(Gram):
             found = moved - (away * away).sum() / self.count
         else:
             found = moved - 2 * (intercept * away).sum() + self.count * (intercept * intercept).sum()
-        return max(float(found) + self.rr, 0.0)
+        return max(float(found + self.rr), 0.0)
 
     @property
     def spread(self) -> float:
         """Return the sum of squared distances of y from its mean."""
-        return max(self.yy - float((self.y * self.y).sum()) / self.count, 0.0)
+        return max(float(self.yy - (self.y * self.y).sum() / self.count), 0.0)
 
     @property
     def finite(self) -> bool:
@@ -140,11 +140,11 @@ def solve(
     Errors up to ``rounding`` times the outputs' squares count as zero. If the error on held-out rows does not fall,
     the solution is the old weight and biases, with ridge infinity.
     """
-    spread = sum(use.held_out.spread for use in uses) or sum(use.held_out.yy for use in uses) or 1.0
+    spread = sum(use.held_out.spread for use in uses) or sum(float(use.held_out.yy) for use in uses) or 1.0
     none = torch.zeros_like(weight)
     before = _error(uses, none, [use.bias for use in uses])
     same = Solution(weight, tuple(use.bias for use in uses), float("inf"), before / spread, before / spread)
-    if before <= rounding * sum(use.held_out.yy for use in uses):
+    if before <= rounding * sum(float(use.held_out.yy) for use in uses):
         return same
     found = []
     normal = _normal(uses, [use.fit for use in uses])
