@@ -152,11 +152,11 @@ class _Slots:
         kept = found >= 0
         if among is not None:
             kept &= among[found.clamp(min=0)]
-        found, counts = found[kept], counts[kept]
-        self._rows.append(torch.stack([found, torch.full_like(found, len(self.keys)), counts]))
+        rows = torch.stack([found, torch.full_like(found, len(self.keys)), counts])[:, kept]
+        self._rows.append(rows)
         self.keys.append(key)
-        self.present[found] = True
-        return found
+        self.present[rows[0]] = True
+        return rows[0]
 
     def alike(self, why: Why) -> list[Tensor]:
         """The units that have a row, in lists of those with the same rows and reasons; each list ascending.
