@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor, fx
 
+from smcp_fx.channels.labels import along
 from smcp_fx.channels.propagation import Propagation
 from smcp_fx.channels.trail import Call, ConstantRef, ParameterRef
 from smcp_fx.tracing.trees import mapped
@@ -38,14 +40,22 @@ def labelled(run: Propagation, tree: Any) -> Any:
     return mapped(lambda v: run.of(v) if isinstance(v, ParameterRef) else v, tree)
 
 
-def moved(run: Propagation, node: fx.Node, positions: Tensor, values: Mapping[str, Any]) -> Any:
-    """Where a movement puts the elements of its first operand: its result for their ``positions``.
+def moved(
+    module: fx.GraphModule, node: fx.Node, values: Mapping[str, Any], positions: Tensor | None = None
+) -> Any:
+    """Where a movement puts elements: its result for the ``values`` of its operands, by the names of their nodes.
 
-    ``values``: those of the other operands, by the names of their nodes.
+    ``positions``: takes the place of the first operand.
     """
-    first = node.args[0]
+    first = node.args[0] if positions is not None else None
     operands = fx.node.map_arg(
         (node.args, node.kwargs), lambda n: positions if n is first else values[n.name]
     )
-    module = run.module.get_submodule(str(node.target)) if node.op == "call_module" else None
-    return execute(Call(node, None, (), {}, module, None), *labelled(run, known_values(operands)))
+    target = module.get_submodule(str(node.target)) if node.op == "call_module" else None
+    args, kwargs = known_values(operands)
+    return target(*args, **kwargs) if target is not None else perform(node, args, kwargs)
+
+
+def positions_along(shape: Sequence[int], dim: int) -> Tensor:
+    """For each element of a tensor of the shape, its position along ``dim``."""
+    return along(torch.arange(shape[dim]), shape, dim)

@@ -137,11 +137,6 @@ def _group(
     )
 
 
-def _counted(units: Tensor) -> tuple[Tensor, Tensor]:
-    found, counts = torch.unique(units, return_counts=True)
-    return found, counts
-
-
 class _Slots:
     """How many slots each unit has in each weight: rows (unit, key, count), by which units are compared."""
 
@@ -153,15 +148,15 @@ class _Slots:
 
     def add(self, key: tuple[str, str], units: Tensor, among: Tensor | None = None) -> Tensor:
         """Count the units' slots under a key; returns the distinct units. ``among``: ignore other units."""
-        found, counts = _counted(units)
+        found, counts = torch.unique(units, return_counts=True)
         kept = found >= 0
         if among is not None:
             kept &= among[found.clamp(min=0)]
-        found, counts = found[kept], counts[kept]
-        self._rows.append(torch.stack([found, torch.full_like(found, len(self.keys)), counts]))
+        rows = torch.stack([found, torch.full_like(found, len(self.keys)), counts])[:, kept]
+        self._rows.append(rows)
         self.keys.append(key)
-        self.present[found] = True
-        return found
+        self.present[rows[0]] = True
+        return rows[0]
 
     def alike(self, why: Why) -> list[Tensor]:
         """The units that have a row, in lists of those with the same rows and reasons; each list ascending.
@@ -196,12 +191,12 @@ class _Slots:
 
 def _pieces(trail: Trail) -> dict[str, Tensor]:
     """Tensors that hold part of another tensor's elements: pieces of splits, slices, selections."""
-    found = {}
-    for name in trail.parts:
-        for index, labels in enumerate(leaves_of(trail.labels[name])):
-            if isinstance(labels, Tensor):
-                found[f"{name}[{index}]"] = labels
-    return found
+    return {
+        f"{name}[{index}]": labels
+        for name in trail.parts
+        for index, labels in enumerate(leaves_of(trail.labels[name]))
+        if isinstance(labels, Tensor)
+    }
 
 
 def permitted_counts(size: int, channels_per_unit: Any, multiple: int) -> tuple[int, ...]:

@@ -65,6 +65,21 @@ def reshaped(labels: Tensor, shape: Sequence[int]) -> Tensor:
     return labels.reshape(*ones[0], *shape[first:last], *ones[1]).expand(tuple(shape))
 
 
+def paired(left: Tensor, right: Tensor) -> tuple[Tensor, list[tuple[Tensor, int]]]:
+    """Different labels at equal places, after broadcasting: pairs [2, n]; and labels opposite fixed ones.
+
+    The latter come with the index of the reason of the fixed label.
+    """
+    a, b = (t.reshape(-1) for t in torch.broadcast_tensors(left, right))  # type: ignore[no-untyped-call]
+    pins = []
+    for one, other in ((a, b), (b, a)):
+        met = (one > 0) & (other < 0)
+        for source in torch.unique(other[met]).tolist() if bool(met.any()) else ():
+            pins.append((torch.unique(one[met & (other == source)]), -1 - source))
+    both = (a > 0) & (b > 0) & (a != b)
+    return torch.stack([a[both], b[both]]), pins
+
+
 def uniform(label: int, shape: Sequence[int]) -> Tensor:
     """Return labels of the shape, all of them ``label``, in the memory of one."""
     return torch.full((1,) * len(shape), label, dtype=torch.int64).expand(tuple(shape))

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, fx
 
 from smcp_fx.channels.facts import Facts
-from smcp_fx.channels.labels import compact, narrow_uniform, uniform, varied_dims
+from smcp_fx.channels.labels import compact, narrow_uniform, paired, uniform, varied_dims
 from smcp_fx.channels.sizes import Sizes
 from smcp_fx.channels.trail import (
     INPUT,
@@ -111,19 +111,13 @@ class Propagation:
 
     def tie(self, left: Tensor, right: Tensor) -> None:
         """Tie labels element by element, after broadcasting; labels opposite a fixed source are pinned."""
-        a, b = (t.reshape(-1) for t in torch.broadcast_tensors(left, right))  # type: ignore[no-untyped-call]
-        both = (a > 0) & (b > 0) & (a != b)
-        if bool(both.any()):
-            a_, b_ = a[both], b[both]
-            if a_.numel() > 2048:  # large tensors often repeat the same pairs
-                single = torch.unique((torch.minimum(a_, b_) << 32) | torch.maximum(a_, b_))
-                a_, b_ = single >> 32, single & 0xFFFFFFFF
-            self.trail.ties.append(torch.stack([a_, b_]))
-        for one, other in ((a, b), (b, a)):
-            met = (one > 0) & (other < 0)
-            if bool(met.any()):
-                for source in torch.unique(other[met]).tolist():
-                    self.trail.pins.append((torch.unique(one[met & (other == source)]), -1 - source))
+        pairs, pins = paired(left, right)
+        if pairs.shape[1] > 2048:  # large tensors often repeat the same pairs
+            single = torch.unique((pairs.amin(0) << 32) | pairs.amax(0))
+            pairs = torch.stack([single >> 32, single & 0xFFFFFFFF])
+        if pairs.numel():
+            self.trail.ties.append(pairs)
+        self.trail.pins += pins
 
     def tie_along(self, labels: Tensor, dim: int) -> Tensor:
         """Tie the labels along a dimension and return them with that dimension uniform."""

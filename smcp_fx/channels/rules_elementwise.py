@@ -9,10 +9,11 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from smcp_fx.channels.execution import labelled
 from smcp_fx.channels.labels import at_first, compact, stays, uniform, varied_dims
 from smcp_fx.channels.places import is_index, keeps_values
 from smcp_fx.channels.propagation import Propagation, Rule
-from smcp_fx.channels.trail import Call, ConstantRef, ParameterRef, Spread, constant_made_by, tensor_leaves
+from smcp_fx.channels.trail import Call, ConstantRef, Spread, constant_made_by, tensor_leaves
 from smcp_fx.tracing.traits import Trait, has, operations_with
 from smcp_fx.tracing.trees import mapped
 from smcp_fx.tracing.values import TensorInfo
@@ -112,7 +113,7 @@ def _merged(run: Propagation, call: Call, cores: list[Tensor], size: list[int]) 
 
 def choice(run: Propagation, call: Call) -> Any:
     """The result of `train()` or of `eval()`: both are tied, as by an addition, or pinned if their shapes differ."""
-    evaluated, trained = (pytree.tree_flatten(_labelled(run, side)) for side in call.args[1:])
+    evaluated, trained = (pytree.tree_flatten(labelled(run, side)) for side in call.args[1:])
     effect = all(user.target is call.node.target for user in call.node.users)
     if not call.node.users or (effect and [None] in (evaluated[0], trained[0])):
         return pytree.tree_unflatten(*(evaluated if evaluated[0] != [None] else trained))
@@ -135,14 +136,6 @@ def choice(run: Propagation, call: Call) -> Any:
     return pytree.tree_unflatten(united, evaluated[1])
 
 
-def _labelled(run: Propagation, tree: Any) -> Any:
-    return pytree.tree_map(
-        lambda v: run.of(v) if isinstance(v, (Tensor, ParameterRef)) else v,
-        tree,
-        is_leaf=lambda v: isinstance(v, ParameterRef),
-    )
-
-
 def pooling(run: Propagation, call: Call) -> Any:
     """Works inside each channel: channels must not lie along the spatial dimensions."""
     labels = run.of(call.argument(0, "input"))
@@ -150,8 +143,7 @@ def pooling(run: Propagation, call: Call) -> Any:
     for dim in run.varied(labels):
         if dim >= labels.dim() - spatial:
             labels = run.tie_along(labels, dim)
-    labels = at_first(labels, range(labels.dim() - spatial))
-    return mapped(lambda v: compact(labels.expand(v.shape)) if isinstance(v, TensorInfo) else v, call.value)
+    return like(call, at_first(labels, range(labels.dim() - spatial)))
 
 
 def glu(run: Propagation, call: Call) -> Any:
@@ -177,17 +169,7 @@ def _spatial_rank(call: Call) -> int:
 
 def constant(run: Propagation, call: Call) -> Any:
     """Tensors made from numbers stay. They pin only operands with channels that are combined with them one by one."""
-    return mapped(
-        lambda v: (
-            uniform(
-                run.fixed(call.node.name, constant_made_by(call.node.name)),
-                v.shape,
-            )
-            if isinstance(v, TensorInfo)
-            else v
-        ),
-        call.value,
-    )
+    return run.filled(call.value, run.fixed(call.node.name, constant_made_by(call.node.name)))
 
 
 def triangle(run: Propagation, call: Call) -> Any:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections import ChainMap
 from collections.abc import Callable
 from typing import Any
 
@@ -11,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, fx
 
-from smcp_fx.channels.execution import execute, known_values, labelled, moved
+from smcp_fx.channels.execution import execute, known_values, labelled, moved, positions_along
 from smcp_fx.channels.labels import (
     along,
     at_first,
@@ -314,7 +313,7 @@ def _refuse_parts(run: Propagation, call: Call, source: Tensor) -> None:
         size = source.shape[dim]
         if not run.sizes.follow_input(start, dim):
             continue
-        ruler = along(torch.arange(size), source.shape, dim)
+        ruler = positions_along(source.shape, dim)
         args, kwargs = labelled(run, known_values((call.args[1:], call.kwargs)))
         parts = tensor_leaves(execute(call, (ruler, *args), kwargs))
         if call.name in ("roll", "indexselect"):
@@ -342,14 +341,16 @@ def _refuse_numbers(run: Propagation, call: Call, source: Tensor) -> None:
         return
 
     def places(ruler: Tensor, more: int) -> list[list[int]]:
-        values = ChainMap({n.name: run.values[n.name] + more for n in numbers}, run.trail.labels)
-        parts = [part for part in leaves_of(moved(run, call.node, ruler, values)) if isinstance(part, Tensor)]
+        values = {n.name: labelled(run, run.trail.labels[n.name]) for n in call.node.all_input_nodes}
+        values |= {n.name: run.values[n.name] + more for n in numbers}
+        result = moved(run.module, call.node, values, ruler)
+        parts = [part for part in leaves_of(result) if isinstance(part, Tensor)]
         return [narrow_uniform(compact(part)).flatten().tolist() for part in parts]
 
     for dim in run.varied(source):
         if call.name == "pad" and not _pads(call, source.dim() - 1 - dim, numbers):
             continue  # it pads a dimension without channels
-        ruler = along(torch.arange(source.shape[dim]), source.shape, dim)
+        ruler = positions_along(source.shape, dim)
         for more in (1, -1):
             try:
                 other = places(ruler, more)

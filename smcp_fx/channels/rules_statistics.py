@@ -29,8 +29,6 @@ from smcp_fx.channels.rules_layers import (
     renamed,
 )
 from smcp_fx.channels.trail import Call, Mix, ParameterRef, tensor_leaves
-from smcp_fx.tracing.trees import mapped
-from smcp_fx.tracing.values import TensorInfo
 
 #: How a reduction is restricted to the kept channels. Reductions that return places among the channels, or sort them,
 #: are not here: they keep all channels.
@@ -266,7 +264,7 @@ def ranked(run: Propagation, call: Call) -> Any:
     return (
         run.unknown(call, f"channels are mixed by {call.name!r}")
         if mixed is None
-        else _along(call, mixed, dim)
+        else like(call, mixed.narrow(dim, 0, 1))
     )
 
 
@@ -284,13 +282,6 @@ def gathered(run: Propagation, call: Call) -> Any:
     ]  # of other dimensions, the first
     shape = tuple(index.shape)
     return bring_together(run, call, [compact(read.expand(shape)), run.of(index)], shape)
-
-
-def _along(call: Call, labels: Tensor, dim: int) -> Any:
-    """Labels that are uniform along the dimension, for results of other sizes there."""
-    return mapped(
-        lambda v: labels.narrow(dim, 0, 1).expand(v.shape) if isinstance(v, TensorInfo) else v, call.value
-    )
 
 
 def layer_norm(run: Propagation, call: Call) -> Any:

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from smcp_fx.channels.execution import moved
-from smcp_fx.channels.labels import along, at_first, compact, varied_dims
+from smcp_fx.channels.execution import moved, positions_along
+from smcp_fx.channels.labels import at_first, compact, varied_dims
 from smcp_fx.channels.propagation import Propagation
 from smcp_fx.channels.trail import Call, Shuffle
 from smcp_fx.tracing.operations import operation_name
@@ -98,9 +98,9 @@ def _order_at(
     order: tuple[int, Tensor] | None = None
     shape = values[str(chain[0].args[0])].shape
     for dim, size in enumerate(shape):
-        positions = along(torch.arange(size), shape, dim)
+        positions = positions_along(shape, dim)
         for node in chain:
-            positions = moved(run, node, positions, values)
+            positions = moved(run.module, node, values, positions)
         positions = compact(positions)
         if positions.dim() != len(shape) or any(d != dim for d in varied_dims(positions)):
             return None

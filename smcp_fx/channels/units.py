@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from smcp_fx.channels.labels import at_first, compact, narrow_uniform, varied_dims
+from smcp_fx.channels.labels import at_first, compact, narrow_uniform, paired, varied_dims
 from smcp_fx.channels.trail import EMPTY, Reason, Spread, Trail
 from smcp_fx.tracing.trees import leaves_of
 
@@ -205,16 +205,10 @@ def _stays(spread: Spread, units: Units) -> bool:
 
 def _bind(left: Tensor, right: Tensor, units: Units, pins: list[tuple[Tensor, int]]) -> list[Tensor]:
     """Pairs of labels at equal places that are in different units; labels opposite fixed ones are pinned."""
-    a, b = left.reshape(-1), right.reshape(-1)
-    for one, other in ((a, b), (b, a)):
-        met = (one > 0) & (other < 0)
-        if bool(met.any()):
-            for source in torch.unique(other[met]).tolist():
-                pins.append((torch.unique(one[met & (other == source)]), -1 - source))
-    both = (a > 0) & (b > 0)
-    a, b = a[both], b[both]
-    apart = units.unit[a] != units.unit[b]
-    return [torch.stack([a[apart], b[apart]])] if bool(apart.any()) else []
+    pairs, more = paired(left, right)
+    pins += more
+    apart = units.unit[pairs[0]] != units.unit[pairs[1]]
+    return [pairs[:, apart]] if bool(apart.any()) else []
 
 
 def _whole(trail: Trail) -> list[tuple[str, Tensor]]:
