@@ -20,7 +20,7 @@ from smcp_fx.errors import InputError
 
 #: protobuf reads no message that is longer.
 _LARGEST_FILE = 2**31 - 1
-#: Most elements of one tensor: 8 GiB of float32.
+#: Most elements of one tensor, and of all in other files: 8 GiB of float32.
 _MOST_ELEMENTS = 2**31
 #: ai.onnx has had these shapes of operators since then.
 _OLDEST_OPSET = 7
@@ -134,9 +134,13 @@ def read_onnx(path: Path | str) -> OnnxFile:
         except Exception as error:
             raise file.refused(f"its functions cannot be inlined: {error}") from error
     _check_operators(file)
-    for tensor in _tensors(file.graph):
-        if tensor.external_data:
-            file.beside(tensor)  # ONNX Runtime opens those that nothing here reads, too
+    beside = [tensor for tensor in _tensors(file.graph) if tensor.external_data]
+    for tensor in beside:
+        file.beside(tensor)  # ONNX Runtime opens those that nothing here reads, too
+    if sum(abs(math.prod(tensor.dims)) for tensor in beside) > _MOST_ELEMENTS:
+        raise file.refused(
+            f"its weights have more than {_MOST_ELEMENTS} elements in all"
+        )  # of one place, perhaps
     if file.opset < _OLDEST_OPSET:
         raise file.refused(f"opset {file.opset} is too old: export it again, in {_OLDEST_OPSET} or later")
     return file
