@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 from typing import Any
 
@@ -187,6 +188,25 @@ def _nodes(nodes: Iterable[onnx.NodeProto]) -> Iterator[onnx.NodeProto]:
         yield node
         for inner in _inside(node):
             yield from _nodes(inner.node)
+
+
+def in_order(graph: onnx.GraphProto) -> list[onnx.NodeProto]:
+    """Return a graph's nodes, each after those whose values it reads; as they are if that is a circle.
+
+    ONNX asks for that order, but runtimes take others, and converters to half precision write them.
+    """
+    nodes = list(graph.node)
+    makers = {name: place for place, node in enumerate(nodes) for name in node.output if name}
+    before = {
+        place: {makers[name] for inner in _nodes([node]) for name in inner.input if name in makers}
+        for place, node in enumerate(nodes)
+    }
+    if all(first < place for place, firsts in before.items() for first in firsts):
+        return nodes
+    try:
+        return [nodes[place] for place in TopologicalSorter(before).static_order()]
+    except CycleError:
+        return nodes
 
 
 def _inside(node: onnx.NodeProto) -> Iterator[onnx.GraphProto]:
