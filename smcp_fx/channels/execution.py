@@ -1,12 +1,14 @@
-"""Operations run on label tensors, as they are."""
+"""Operations executed on label tensors, and on positions, which show where a movement puts elements."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
-from torch import fx
+from torch import Tensor, fx
 
-from smcp_fx.channels.trail import Call, ConstantRef
+from smcp_fx.channels.propagation import Propagation
+from smcp_fx.channels.trail import Call, ConstantRef, ParameterRef
 from smcp_fx.tracing.trees import mapped
 
 
@@ -18,7 +20,7 @@ def execute(call: Call, args: Any, kwargs: Any) -> Any:
 
 
 def perform(node: fx.Node, args: Any, kwargs: Any) -> Any:
-    """Run a function or method node on label tensors, whose strides refuse `view`: it runs as `reshape`."""
+    """Run a function or method node on label tensors. `view` runs as `reshape`, as their strides do not allow it."""
     if node.op == "call_method":
         name = {"view": "reshape", "view_as": "reshape_as"}.get(str(node.target), str(node.target))
         return getattr(args[0], name)(*args[1:], **kwargs)
@@ -29,3 +31,21 @@ def perform(node: fx.Node, args: Any, kwargs: Any) -> Any:
 def known_values(tree: Any) -> Any:
     """Return the arguments, with constants of integers and booleans as tensors."""
     return mapped(lambda v: v.value if isinstance(v, ConstantRef) else v, tree)
+
+
+def labelled(run: Propagation, tree: Any) -> Any:
+    """The arguments with parameters replaced by the labels of their elements."""
+    return mapped(lambda v: run.of(v) if isinstance(v, ParameterRef) else v, tree)
+
+
+def moved(run: Propagation, node: fx.Node, positions: Tensor, values: Mapping[str, Any]) -> Any:
+    """Where a movement puts the elements of its first operand: its result for their ``positions``.
+
+    ``values``: those of the other operands, by the names of their nodes.
+    """
+    first = node.args[0]
+    operands = fx.node.map_arg(
+        (node.args, node.kwargs), lambda n: positions if n is first else values[n.name]
+    )
+    module = run.module.get_submodule(str(node.target)) if node.op == "call_module" else None
+    return execute(Call(node, None, (), {}, module, None), *labelled(run, known_values(operands)))

@@ -22,8 +22,8 @@ class Group:
 
     ``consumers`` and ``producers`` are module paths (the weight's name for functional calls); ``pinned`` holds the
     reasons why its units must stay, and is empty if they are free; ``channels`` maps each consumer or producer, as
-    ``(path, "in" | "out")``, to the number of channels that one unit has there. ``limits``: what the user asks of its
-    layers' widths; ``limited``: the permitted counts at which these hold.
+    ``(path, "in" | "out")``, to the number of channels that one unit has there. ``limits``: the user's limits on
+    its layers' widths; ``limited``: the permitted counts within these limits.
     """
 
     name: str
@@ -85,7 +85,7 @@ def _slots_of(trail: Trail, units: Units) -> tuple[_Slots, Tensor]:
         outputs = table.add((layer.path, "out"), units.of(layer.output_channels))
         produced[outputs] = True
     in_layers = table.present.clone()
-    # Learned queries, embeddings, zeros beside channels, and what is selected where positions are taken for channels.
+    # Learned queries, embeddings, zeros beside channels, and selected channels of reshapes that read positions.
     standing = [
         trail.elements[name] if name in trail.elements else trail.slots[name][1]
         for name in trail.free_standing
@@ -101,8 +101,8 @@ def _slots_of(trail: Trail, units: Units) -> tuple[_Slots, Tensor]:
         if name not in layered
         for dim, labels in dims.items()
     }
-    # Units that pass through different norms, or different pieces of a split tensor, must not share a count: it would
-    # not say how many channels each of these keeps, and one could be left with none.
+    # Units of different norms, or of different pieces of a split tensor, must not share a count: it would not
+    # tell how many channels each of these keeps, and one could lose all.
     for name, labels in {**others, **trail.elements, **_pieces(trail)}.items():
         table.add((name, "carry"), narrow_uniform(units.of(labels)).reshape(-1), in_layers)
     return table, (in_layers & ~produced & ~units.why.pinned(count)).nonzero().flatten()
@@ -115,7 +115,7 @@ def _group(
     multiple: int,
     taken: set[str],
 ) -> Group:
-    """Return a group whose name is not ``taken``: that of its first producer, else of its first consumer."""
+    """Return a group, named after its first producer or consumer, with a number if the name is ``taken``."""
     consumers = tuple(path for path, side in channels if side == "in")
     producers = tuple(path for path, side in channels if side == "out")
     base = [*producers, *(f"input of {path}" for path in consumers), *(path for path, _ in channels)][0]

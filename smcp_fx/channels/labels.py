@@ -51,7 +51,7 @@ def at_first(labels: Tensor, keep: Collection[int]) -> Tensor:
 
 
 def reshaped(labels: Tensor, shape: Sequence[int]) -> Tensor:
-    """The labels as `reshape` puts them. Uniform dimensions at either end are left out, as it would copy them."""
+    """The labels, reshaped. Uniform dimensions at either end are left out, because `reshape` would copy them."""
     varied = varied_dims(labels)
     if not varied or not labels.numel():
         return uniform(int(labels.flatten()[0]), shape) if labels.numel() else labels.reshape(shape)
@@ -83,5 +83,5 @@ def place(labels: Tensor, shape: tuple[int, ...], dim: int) -> Tensor:
 
 
 def stays(labels: Tensor) -> bool:
-    """Whether one source whose elements always stay wrote all of it."""
+    """Whether a single fixed source wrote the whole tensor."""
     return labels.numel() > 0 and not varied_dims(labels) and int(labels.flatten()[0]) < 0
