@@ -184,7 +184,8 @@ def interface_of(path: Path, model: onnx.ModelProto) -> Interface:
     kinds = {tensor.data_type for tensor in model.graph.initializer}
     kinds |= {port.kind for port in (*inputs, *outputs)}
     half = bool(kinds & {TensorProto.FLOAT16, TensorProto.BFLOAT16})
-    return Interface(inputs, outputs, {p.key: p.value for p in model.metadata_props}, half)
+    metadata = {str(entry.key): str(entry.value) for entry in model.metadata_props}
+    return Interface(inputs, outputs, metadata, half)
 
 
 def _port(path: Path, value: onnx.ValueInfoProto) -> Port:
@@ -192,6 +193,10 @@ def _port(path: Path, value: onnx.ValueInfoProto) -> Port:
     if kind.elem_type not in DTYPES:
         raise InputError(f"{path}: input or output {value.name!r} is no tensor of numbers")
     sizes: list[int | str] = []
+    if not all(isinstance(name, str) for name in (value.name, *(dim.dim_param for dim in kind.shape.dim))):
+        raise InputError(
+            f"{path}: {value.name!r}, an input or output, or one of its axes has a name that is no text"
+        )
     for axis, dim in enumerate(kind.shape.dim):
         named = dim.dim_param if dim.dim_param not in ("", "?", "-1", "None") else f"{value.name}_{axis}"
         sizes.append(dim.dim_value if dim.dim_value > 0 else named)
