@@ -42,6 +42,8 @@ def _operators_listed_once() -> None:
     if exporter is not None and not hasattr(exporter.ONNXRegistry.from_torchlib, "cache_info"):
         once = functools.cache(exporter.ONNXRegistry.from_torchlib)
         exporter.ONNXRegistry.from_torchlib = staticmethod(once)
+        utils = sys.modules["torch._export.utils"]
+        utils._materialize_cpp_cia_ops = functools.cache(utils._materialize_cpp_cia_ops)
 
 
 @pytest.fixture(autouse=True, scope="session")

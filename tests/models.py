@@ -53,7 +53,7 @@ def randomise(model: nn.Module, seed: int = 0) -> nn.Module:
 def random_masks(
     prepared: smcp_fx.PreparedModel, seed: int, share: float = 0.5, nothing: float = 0.4
 ) -> dict[str, Tensor]:
-    """A random mask for every free group: each unit kept with probability ``share``, at least one kept.
+    """A random mask for every free group: each unit kept with probability ``share``, at least one kept and one not.
 
     Groups that may keep nothing do so with probability ``nothing``.
     """
@@ -62,7 +62,9 @@ def random_masks(
     for group in prepared.channels.groups:
         if group.free:
             mask = torch.rand(group.size, generator=generator) < share
-            mask[int(torch.randint(group.size, (1,), generator=generator))] = True
+            one = int(torch.randint(group.size, (1,), generator=generator))
+            mask[one] = True
+            mask[one] = group.size == 1 or not mask.all()
             if 0 in group.permitted and float(torch.rand((), generator=generator)) < nothing:
                 mask[:] = False
             masks[group.name] = mask

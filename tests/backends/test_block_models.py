@@ -80,12 +80,14 @@ def test_a_template_whose_reshapes_lose_numbers_does_not_serve():
     )
     models = BlockModels()
     for block in cut(traced, build(traced.module, traced.values)):
-        ends = itertools.product(*((grid[0], grid[-1]) for grid in block.grids))
-        for widths in sorted(ends, key=lambda widths: widths[::-1]):  # the first width changes alone
-            module, inputs = block.build(widths)
+        small, full = ([grid[end] for grid in block.grids] for end in (0, -1))
+        for widths in (
+            (small, [*full[:1], *small[1:]], full) if small else ([],)
+        ):  # the first one changes alone
+            module, inputs = block.build(tuple(widths))
             with torch.no_grad():
                 expected = flatten_outputs(module(*inputs))
-            with OnnxRuntimeEngine(models.model(block, widths).SerializeToString()) as engine:
+            with OnnxRuntimeEngine(models.model(block, tuple(widths)).SerializeToString()) as engine:
                 found = engine.run([value.numpy() for value in inputs])
             assert [value.shape for value in found] == [tuple(value.shape) for value in expected], block.name
 

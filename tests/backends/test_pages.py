@@ -65,15 +65,15 @@ def test_a_process_knows_its_pages(asking: bool) -> None:
 
 
 #: As above in a process whose heap has a free piece of 180 MiB, of which the last user asked for huge pages.
-FRAGMENTED = """
-import json, numpy as np
-from smcp_fx.backends.timing.pages import huge_pages
+FRAGMENTED = f"""
+import json, runpy, numpy as np
+huge_pages = runpy.run_path({pages.__file__!r})["huge_pages"]  # without the library, which loads torch
 for _ in range(3):  # glibc takes blocks as large as those that are freed from the heap
     np.ones(30 << 17)
 blocks = [np.ones(30 << 17) for _ in range(8)]
 behind = [np.ones(1 << 12) for _ in range(2000)]  # keeps the heap from shrinking
 del blocks[1:7]
-print(json.dumps({"huge": huge_pages()}))
+print(json.dumps({{"huge": huge_pages()}}))
 """
 
 

@@ -28,7 +28,7 @@ from torch import nn
 def build():
     torch.manual_seed(0)
     return nn.Sequential(
-        nn.Conv2d(1, 64, 3, 4, 1, bias=False), nn.BatchNorm2d(64), nn.ReLU(), nn.Conv2d(64, 10, 8), nn.Flatten(),
+        nn.Conv2d(1, 64, 3, 16, 1, bias=False), nn.BatchNorm2d(64), nn.ReLU(), nn.Conv2d(64, 160, 2), nn.Flatten(),
     )
 """
 

@@ -51,7 +51,7 @@ NAMES = [
     "save_checkpoint",
 ]
 
-HEAVY = ["onnx", "onnxscript", "onnxruntime", "tensorrt", "matplotlib", "torchvision", "networkx"]
+HEAVY = ["onnx", "onnxscript", "onnxruntime", "openvino", "tensorrt", "matplotlib", "torchvision", "networkx"]
 
 
 def test_the_names_are_these() -> None:
@@ -63,7 +63,7 @@ def test_the_names_are_these() -> None:
 def test_importing_loads_no_runtime_and_no_plotting() -> None:
     """Nor does it touch CUDA: a fresh process has to say so."""
     code = (
-        "import sys, json, smcp_fx, torch; "
+        "import sys, json, smcp_fx, smcp_fx.backends, smcp_fx.latency.table, torch; "
         "print(json.dumps([sorted(sys.modules), torch.cuda.is_initialized()]))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd="/")

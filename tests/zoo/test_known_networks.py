@@ -16,37 +16,59 @@ from torchvision.models.video.swin_transformer import SwinTransformer3d
 import smcp_fx
 from smcp_fx.config import MethodConfig
 
+# Thin ones, where more blocks of a stage or wider layers are only more of the same.
+
 
 def narrow_vgg11_bn(weights: None = None) -> nn.Module:
-    """VGG-11 with a narrow classifier: the wide one's 120 M weights only take time."""
     model = models.vgg11_bn(weights=weights, init_weights=False)
-    model.classifier[0], model.classifier[3] = nn.Linear(512 * 49, 256), nn.Linear(256, 128)
-    model.classifier[6] = nn.Linear(128, 1000)
+    model.classifier[0], model.classifier[3] = nn.Linear(512 * 49, 32), nn.Linear(32, 128)
+    model.classifier[6] = nn.Linear(128, 10)
     return model
 
 
-def two_stages_of_swin_t(weights: None = None) -> nn.Module:
-    """Swin-T's first two stages, with both kinds of windows: the deeper ones are alike."""
-    return models.SwinTransformer([4, 4], 96, [2, 2], [3, 6], [7, 7])
+def thin_resnet50(weights: None = None) -> nn.Module:
+    return models.ResNet(models.resnet.Bottleneck, [2, 1, 1, 1], 10)
+
+
+def thin_resnext50(weights: None = None) -> nn.Module:
+    return models.ResNet(models.resnet.Bottleneck, [2, 1, 1, 1], 10, groups=32, width_per_group=4)
+
+
+def thin_densenet(weights: None = None) -> nn.Module:
+    return models.DenseNet(32, (3, 2, 2, 2), 64, num_classes=10)
+
+
+def thin_shufflenet(weights: None = None) -> nn.Module:
+    return models.ShuffleNetV2([2, 3, 2], [24, 48, 96, 192, 1024], 10)
+
+
+def thin_convnext(weights: None = None) -> nn.Module:
+    blocks = [(24, 48, 2), (48, 96, 1), (96, 192, 1), (192, None, 1)]
+    return models.ConvNeXt([models.convnext.CNBlockConfig(*block) for block in blocks], num_classes=10)
+
+
+def thin_swin_t(weights: None = None) -> nn.Module:
+    """With both kinds of windows."""
+    return models.SwinTransformer([4, 4], 48, [2, 2], [3, 6], [7, 7], num_classes=10)
 
 
 # (network, options, pixels a side: the fewest that every stage still sees, free share)
 NETWORKS: list[tuple[Callable[..., nn.Module], dict[str, bool], int, float]] = [
     (models.resnet18, {}, 32, 1.0),
-    (models.resnet50, {}, 64, 1.0),
+    (thin_resnet50, {}, 64, 1.0),
     (narrow_vgg11_bn, {}, 32, 1.0),
-    (models.densenet121, {}, 32, 1.0),
+    (thin_densenet, {}, 32, 1.0),
     (models.mobilenet_v2, {}, 32, 1.0),
     (models.mobilenet_v3_small, {}, 32, 1.0),
     (models.efficientnet_b0, {}, 32, 1.0),
-    (models.shufflenet_v2_x0_5, {}, 32, 1.0),
+    (thin_shufflenet, {}, 32, 1.0),
     (models.googlenet, {"aux_logits": False, "init_weights": False}, 32, 1.0),
     (models.squeezenet1_1, {}, 32, 1.0),
     (models.regnet_y_400mf, {}, 32, 1.0),
-    (models.resnext50_32x4d, {}, 32, 1.0),
+    (thin_resnext50, {}, 32, 1.0),
     (models.mnasnet0_5, {}, 32, 1.0),
-    (models.convnext_tiny, {}, 32, 1.0),  # through layer norms over the kept channels
-    (two_stages_of_swin_t, {}, 32, 1.0),  # the same, and attention whose heads go whole
+    (thin_convnext, {}, 32, 1.0),  # through layer norms over the kept channels
+    (thin_swin_t, {}, 32, 1.0),  # the same, and attention whose heads go whole
 ]
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import timm
 import torch
@@ -27,8 +29,16 @@ NETWORKS: list[tuple[str, int, float]] = [
 ]
 
 
-#: Deep ones with fewer blocks, which are alike.
-SHALLOW = {"resnetv2_50d_evos": {"layers": [1, 1, 1, 1]}, "vit_tiny_patch16_224": {"depth": 3}}
+#: With fewer blocks, and narrower: more are only more of the same.
+SHALLOW: dict[str, dict[str, Any]] = {
+    "resnet10t": {"channels": (16, 32, 64, 128)},
+    "skresnet18": {"layers": [1, 1, 1, 1], "channels": (32, 64, 128, 256)},
+    "resnest14d": {"channels": (32, 64, 128, 256)},
+    "nf_resnet26": {"depths": (1, 1, 1, 1), "channels": (64, 128, 256, 512)},
+    "resnetv2_50d_evos": {"layers": [1, 1, 1, 1]},
+    "convnext_atto": {"depths": (1, 1, 2, 1)},
+    "vit_tiny_patch16_224": {"depth": 2},
+}
 
 
 @pytest.mark.parametrize(("name", "side", "free"), NETWORKS, ids=[name for name, *_ in NETWORKS])
