@@ -86,7 +86,7 @@ def solve_best(
     fitting, judging = Stretch(progress).split(0.8)
     networks, (fitted, held) = [network for _, _, network in tries], _parts(batches)
     if len(tries) > 1:
-        fit(networks, prepared, fitted, fitting)
+        fit(networks, prepared, fitted, fitting, 0.5)
         away = _distances([network.module for network in networks], prepared, held, objective, judging)
     best = 0
     for index in range(1, len(tries)):

@@ -67,9 +67,13 @@ def narrowed(prepared: PreparedModel) -> Narrowed:
 
 
 def fit(
-    networks: Sequence[Narrowed], prepared: PreparedModel, batches: Any, progress: Progress | None = None
+    networks: Sequence[Narrowed],
+    prepared: PreparedModel,
+    batches: Any,
+    progress: Progress | None = None,
+    rows: float = 1.0,
 ) -> list[RepairReport]:
-    """Fit networks to the whole one, all in one pass, as `repair` fits one."""
+    """Fit networks to the whole one, all in one pass, as `repair` fits one; ``rows``: by what share of its rows."""
     whole, whole_model = trained_graph(prepared)
     modules, joined = [network.module for network in networks], prepared.plan.traced.joined
     with torch.no_grad(), ExitStack() as stack:
@@ -78,7 +82,7 @@ def fit(
         for module in modules:
             stack.enter_context(_unless_it_fails(module))
         used = [entering(whole_model, joined, one) for one in _fitting(batches, device_of(modules[0]))]
-        return SideBySide(networks, whole, used).run(progress)
+        return SideBySide(networks, whole, used, rows).run(progress)
 
 
 def _alike(smaller: nn.Module, fresh: nn.Module) -> bool:

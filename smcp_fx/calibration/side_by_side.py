@@ -7,6 +7,7 @@ inputs in the two networks, so that errors do not add up. The whole network runs
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -100,9 +101,11 @@ class Narrowed:
 class SideBySide:
     """The whole network and smaller ones over the same batches, of which more join as fewer bytes are held."""
 
-    def __init__(self, networks: Sequence[Narrowed], whole: fx.GraphModule, batches: list[Batch]) -> None:
+    def __init__(
+        self, networks: Sequence[Narrowed], whole: fx.GraphModule, batches: list[Batch], rows: float
+    ) -> None:
         self.whole = Frontier(whole, [])
-        self.waiting = batches[::-1]
+        self.waiting, self.rows = batches[::-1], rows
         self.images = sum(batch.images for batch in batches)
         self.norms = {norm.node.name: norm for uses in norms_of(whole) for norm in uses}
         self.moments: dict[str, Moments] = {}
@@ -283,7 +286,8 @@ class _Fit:
         for consumer, key in zip(consumers, keys, strict=True):
             uses.setdefault(key, self._use(consumer))
         matrix = consumers[0].matrix(consumers[0].weight)
-        quota = -(-rows_for(int(matrix.shape[1])) // (len(self.smaller.batches) * len(consumers)))
+        wanted = self.beside.rows * rows_for(int(matrix.shape[1]))
+        quota = math.ceil(wanted / (len(self.smaller.batches) * len(consumers)))
         generator = torch.Generator().manual_seed(0)
         seen = [0] * len(consumers)
         for batch in range(len(self.smaller.batches)):
