@@ -189,7 +189,7 @@ def _cost_table(costs: Lines) -> list[str]:
         "## What it takes",
         "",
         "In forward passes over the images: CPU time over that of running the model on all of them, random weights,",
-        "images of noise at 224 pixels (`tools/bench/without_training_cost.py`). Beside the four parts of `compress`:",
+        "images of noise at 224 pixels (`tools/bench/without_training_cost.py`). Beside the parts of `compress`:",
         "inputs gathered and channels ordered without gradients (*elimination*), and Torch-Pruning's gradients and",
         "step (*Taylor*). Part of the time does not grow with the images.",
         "",
