@@ -42,8 +42,8 @@ _TIMM = (
     "mixer_s32_224", "repvgg_a0", "efficientformerv2_s0", "mobilevit_xxs", "gmlp_ti16_224", "res2net50_14w_8s",
 )  # fmt: skip
 _TRANSFORMERS = ("vit", "segformer", "detr")
-#: What these names hold takes images of no other size.
-_OF_224 = ("224", "levit", "efficientformer", "swin")
+#: What these names hold takes images of no other size, or TorchScript's exporter does.
+_OF_224 = ("224", "levit", "efficientformer", "swin", "vgg")
 #: These are too wide to be pruned in minutes on one core; they are read, compared and prepared.
 _WIDE = ("convnext_tiny", "vgg", "swin", "mixer", "gmlp", "repvgg", "res2net", "efficientformer")
 #: Target of the pruning, a share of the FLOPs; inputs that it is repaired on; seconds of one file.
@@ -115,7 +115,8 @@ def _beside_onnxsim() -> list[str]:
         "Written by `python tools/compare_onnxsim.py`: the OCR files with their own weights, on text lines, half of",
         "them to calibrate (the classifier's turned by 180 degrees, every other pair) and half to compare with the",
         "whole file. onnxsim 0.8.1 takes channels out by norms, one layer and its reader at a time, of equal shares",
-        "everywhere; its fine-tuning fits linear layers alone. Agreement is the share of equal classes; of the",
+        "everywhere; its fine-tuning fits linear layers alone. Where its largest share leaves more than 70% of the",
+        "FLOPs, that is told. Agreement is the share of equal classes, the recogniser's at each position; of the",
         "detector's map, 1 less the squared error relative to its variance.",
         "",
         "| file | method | FLOPs | agreement |",
