@@ -13,9 +13,9 @@ from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
 from smcp_fx.channels.branches import CONSTANT, NUMBER, Flow, Walk
-from smcp_fx.channels.execution import perform
+from smcp_fx.channels.execution import moved
 from smcp_fx.channels.labels import compact, narrow_uniform
-from smcp_fx.channels.trail import ConstantRef, Layer
+from smcp_fx.channels.trail import Layer
 from smcp_fx.tracing.aliases import written_buffers
 from smcp_fx.tracing.operations import operation_name
 from smcp_fx.tracing.traits import Trait, has
@@ -69,7 +69,7 @@ class Constants:
         target = self.module.get_submodule(str(node.target)) if node.op == "call_module" else None
         name = operation_name(node, target) or ""
         if has(name, Trait.MOVES):
-            return self._moved(node, target)
+            return self._moved(node)
         allowed = has(name, Trait.ELEMENTWISE) and not has(name, Trait.DRAWN)
         if node.name in self._mixes:
             raise NoValueError
@@ -89,7 +89,7 @@ class Constants:
         assert isinstance(bias, Tensor)
         return bias.detach().reshape(shape).clone()
 
-    def _moved(self, node: fx.Node, target: nn.Module | None) -> Any:
+    def _moved(self, node: fx.Node) -> Any:
         """Move the places of the source's elements, at the recorded shape, and fetch these."""
         source = node.args[0]
         if not isinstance(source, fx.Node) or self.state(source) != CONSTANT:
@@ -100,14 +100,8 @@ class Constants:
                 raise NoValueError
             return core[node.args[1]]
         places = torch.arange(core.numel()).reshape(core.shape).expand(self.labels[source.name].shape)
-
-        def recorded(n: fx.Node) -> Any:
-            value = places if n is source else self.labels[n.name]
-            return value.value if isinstance(value, ConstantRef) else value
-
-        args, kwargs = fx.node.map_arg((node.args, node.kwargs), recorded)
         try:
-            moved = target(*args, **kwargs) if target is not None else perform(node, args, kwargs)
+            result = moved(self.module, node, self.labels, places)
         except Exception as error:  # whatever an operation says to labels in the place of its other operands
             raise NoValueError from error
 
@@ -119,7 +113,7 @@ class Constants:
                 raise NoValueError
             return core.flatten()[part]
 
-        return pytree.tree_map(fetched, tuple(moved) if isinstance(moved, (tuple, list)) else moved)
+        return pytree.tree_map(fetched, tuple(result) if isinstance(result, (tuple, list)) else result)
 
     def _applied(self, node: fx.Node, target: nn.Module | None, grow: bool) -> Tensor:
         """Run the node on its operands' values. ``grow``: with two elements along uniform spatial dimensions."""

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
-from smcp_fx.channels.execution import known_values, perform
-from smcp_fx.channels.labels import compact, narrow_uniform, varied_dims
+from smcp_fx.channels.execution import moved, positions_along
+from smcp_fx.channels.labels import at_first, compact, narrow_uniform, varied_dims
 
 
 class LabelRuns:
@@ -22,7 +22,7 @@ class LabelRuns:
     def agrees(self, node: fx.Node, expected: Any) -> bool:
         """Execute the rewritten node on the kept labels: does it give the labels expected of it?"""
         try:
-            found = self._execute(node, lambda n: self.new[n.name])
+            found = moved(self.module, node, self.new)
         except (RuntimeError, IndexError, ValueError):
             return False
         left, right = pytree.tree_leaves(found), pytree.tree_leaves(expected)
@@ -34,16 +34,10 @@ class LabelRuns:
     def fits(self, node: fx.Node, expected: Tensor) -> bool:
         """Does the rewritten node give labels of the expected shape?"""
         try:
-            found = self._execute(node, lambda n: self.new[n.name])
+            found = moved(self.module, node, self.new)
         except (RuntimeError, IndexError, ValueError):
             return False
         return isinstance(found, Tensor) and found.shape == expected.shape
-
-    def _execute(self, node: fx.Node, environment: Callable[[fx.Node], Any]) -> Any:
-        args, kwargs = known_values(fx.node.map_arg((node.args, node.kwargs), environment))
-        if node.op == "call_module":
-            return self.module.get_submodule(str(node.target))(*args, **kwargs)
-        return perform(node, args, kwargs)
 
     def orders(self, node: fx.Node, kept: tuple[int, Tensor], wanted: Tensor) -> bool:
         """Does the rewritten node fetch the elements at the old positions ``wanted``, not just their labels?"""
@@ -56,25 +50,19 @@ class LabelRuns:
         self, node: fx.Node, shape: torch.Size, dim: int, environment: Mapping[str, Any]
     ) -> Tensor | None:
         """For an operation that permutes or selects along one axis: the position that each output comes from."""
-        moved = self._moved(node, shape, dim, environment)
-        if moved is None:
+        places = self._moved(node, shape, dim, environment)
+        if places is None or varied_dims(places) not in ([dim], []) or places.dim() != len(shape):
             return None
-        if varied_dims(moved) not in ([dim], []) or moved.dim() != len(shape):
-            return None
-        for other in range(moved.dim()):
-            if other != dim:
-                moved = moved.narrow(other, 0, 1)
-        return moved.reshape(-1)
+        return at_first(places, [dim]).reshape(-1)
 
     def keeps_others(self, node: fx.Node, shape: torch.Size, dim: int) -> bool:
         """Does the operation leave everything where it is along the other dimensions?"""
         for other in range(len(shape)):
-            moved = self._moved(node, shape, other, self.old)
-            if moved is None or moved.dim() != len(shape):
+            places = self._moved(node, shape, other, self.old)
+            if places is None or places.dim() != len(shape):
                 return False
-            if other != dim and not _same(
-                moved, _ruler((*shape[:dim], moved.shape[dim], *shape[dim + 1 :]), other)
-            ):
+            full = (*shape[:dim], places.shape[dim], *shape[dim + 1 :])
+            if other != dim and not _same(places, positions_along(full, other)):
                 return False
         return True
 
@@ -82,9 +70,8 @@ class LabelRuns:
         self, node: fx.Node, shape: torch.Size, dim: int, environment: Mapping[str, Any]
     ) -> Tensor | None:
         """What the operation makes of a tensor that holds the positions along one dimension."""
-        ruler, source = _ruler(shape, dim), node.args[0]
         try:
-            return compact(self._execute(node, lambda n: ruler if n is source else environment[n.name]))
+            return compact(moved(self.module, node, environment, positions_along(shape, dim)))
         except (RuntimeError, IndexError, ValueError):
             return None
 
@@ -93,15 +80,7 @@ def _same(labels: Tensor, others: Tensor) -> bool:
     return labels.shape == others.shape and torch.equal(narrow_uniform(labels), narrow_uniform(others))
 
 
-def _ruler(shape: Sequence[int], dim: int) -> Tensor:
-    view = [1] * len(shape)
-    view[dim] = shape[dim]
-    return torch.arange(shape[dim]).reshape(view).expand(shape)
-
-
 def repeat(labels: Tensor, dim: int) -> bool:
     """Do positions along the dimension share a label, which then does not tell them apart (pixel unshuffle)?"""
-    for other in range(labels.dim()):
-        if other != dim:
-            labels = labels.narrow(other, 0, 1)
-    return bool(torch.unique(labels).numel() < labels.numel())
+    line = at_first(labels, [dim])
+    return bool(torch.unique(line).numel() < line.numel())

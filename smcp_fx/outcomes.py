@@ -89,7 +89,7 @@ def outcome_of(
         same_draws(),
         torch.set_grad_enabled(training),
     ):
-        outputs = pytree.tree_leaves(plain(model(*given)))
+        outputs = pytree.tree_leaves(plain(getattr(model, "by_place", model)(*given)))
         buffers = {name: b.detach().clone() for name, b in model.named_buffers() if _is_own(name)}
         return Outcome(outputs, _gradients(model, outputs) if training else {}, buffers)
 

@@ -49,6 +49,9 @@ def image_axes(model: nn.Module, inputs: Sequence[Tensor]) -> Axes | None:
         if other is None:
             return None
         shapes = [[out.shape for out in flatten_outputs(model(*_copies(given)))] for given in (inputs, other)]
+    batch = inputs[0].shape[:1]
+    if any(a[:1] == batch != b[:1] for a, b in zip(*shapes, strict=False)):
+        return None  # reshapes to [-1, ...] took more positions for more samples
     return found if shapes[0] != shapes[1] else None
 
 

@@ -35,7 +35,7 @@ from smcp_fx.backends.onnx.axes import (
 )
 from smcp_fx.backends.onnx.checking import compare_with_module, eval_mode
 from smcp_fx.backends.onnx.clean import clean_model
-from smcp_fx.backends.onnx.naming import name_axes, name_values
+from smcp_fx.backends.onnx.naming import name_axes, name_values, rename_weights
 from smcp_fx.backends.onnx.opset import lower_opset
 from smcp_fx.backends.onnx.recurrent import TRANSLATIONS, WholeRecurrentLayers, fold_weights
 from smcp_fx.backends.onnx.refusals import explain
@@ -196,6 +196,7 @@ def _model_proto(
         )
     with eval_mode(model), torch.no_grad(), _quiet(), any_names():
         program = _export_program(model, inputs, axes)
+        rename_weights(program)
         try:
             exported = torch.onnx.export(
                 program,

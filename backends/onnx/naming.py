@@ -3,15 +3,40 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 
 import onnx
+import torch
 
 from smcp_fx.errors import InputError
 
+#: The names that the exporter gives to values, without looking whether a weight has one.
+_GENERATED = re.compile(r"val_\d+")
+
+
+def rename_weights(program: torch.export.ExportedProgram) -> None:
+    """Give other names to weights that are called as the exporter calls values, such as those of files it wrote."""
+    for spec in program.graph_signature.input_specs:
+        if spec.target is not None and _GENERATED.fullmatch(spec.target):
+            new = free_name(spec.target, program.state_dict | program.constants)
+            for held in (program.state_dict, program.constants):
+                if spec.target in held:
+                    held[new] = held.pop(spec.target)
+            spec.target = new
+
+
+def free_name(name: str, taken: Container[str]) -> str:
+    """Return a name, or one like it that is not taken."""
+    while name in taken:
+        name += "_"
+    return name
+
 
 def name_values(proto: onnx.ModelProto, inputs: Sequence[str] | None, outputs: Sequence[str] | None) -> None:
-    """Give inputs and outputs these names, in their order (None: as they are); `InputError` if they do not fit."""
+    """Give inputs and outputs these names, in their order (None: as they are); `InputError` if they do not fit.
+
+    Other values that have one of these names get another.
+    """
     graph = proto.graph
     new: dict[str, str] = {}
     for kind, values, names in (("input", graph.input, inputs), ("output", graph.output, outputs)):
@@ -21,19 +46,21 @@ def name_values(proto: onnx.ModelProto, inputs: Sequence[str] | None, outputs: S
             present = ", ".join(value.name for value in values)
             raise InputError(f"{kind}_names must be {len(values)} names, for {present}; not {names!r}")
         new |= {value.name: str(name) for value, name in zip(values, names, strict=True)}
-    taken = {name for node in graph.node for name in (*node.input, *node.output)} | {
-        t.name for t in graph.initializer
-    }
-    clashes = sorted(set(new.values()) & (taken - new.keys()))
-    if len(set(new.values())) < len(new) or clashes:
+    given = set(new.values())
+    if len(given) < len(new):
         raise InputError(
-            f"names of inputs and outputs must be unique in the file; {clashes or list(new.values())} are not"
+            f"names of inputs and outputs must be unique in the file; {list(new.values())} are not"
         )
-    for part in _graphs(graph):
+    parts = list(_graphs(graph))
+    taken = {name for part in parts for node in part.node for name in (*node.input, *node.output)}
+    taken |= {tensor.name for part in parts for tensor in part.initializer}
+    for name in (given & taken) - new.keys():
+        new[name] = free_name(name, taken | given)
+    for part in parts:
         for node in part.node:
             node.input[:] = [new.get(name, name) for name in node.input]
             node.output[:] = [new.get(name, name) for name in node.output]
-        for value in (*part.input, *part.output, *part.value_info):
+        for value in (*part.input, *part.output, *part.value_info, *part.initializer):
             value.name = new.get(value.name, value.name)
 
 

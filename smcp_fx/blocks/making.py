@@ -218,7 +218,8 @@ class _BlockPropagation(Propagation):
         stacks: Mapping[str, tuple[str, str]],
         beside: Mapping[str, tuple[int, int]],
     ) -> None:
-        super().__init__(module, values, RULES, turned=turned, facts=Facts(module, values, turned, beside))
+        facts = Facts(module, values).at(values, turned, beside)
+        super().__init__(module, values, RULES, turned=turned, facts=facts)
         self.trail.stacks.update(stacks)
         self._axes = axes
         self._network = network

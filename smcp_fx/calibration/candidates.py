@@ -12,12 +12,13 @@ with t = 0, 1/2, 1; what is solved for is repaired by half of the batches, and j
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from typing import Any
 
 import numpy as np
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from smcp_fx.calibration.batches import (
     MEMORY,
@@ -30,11 +31,12 @@ from smcp_fx.calibration.batches import (
 )
 from smcp_fx.calibration.objective import Loss, Objective
 from smcp_fx.calibration.progress import Progress, Stretch
-from smcp_fx.calibration.repair import repair
+from smcp_fx.calibration.repair import fit, narrowed
+from smcp_fx.calibration.side_by_side import Narrowed
 from smcp_fx.cost_model import NetworkCost
 from smcp_fx.outcomes import in_mode
 from smcp_fx.output_kinds import Kinds
-from smcp_fx.prepare import convert, trained_graph
+from smcp_fx.prepare import trained_graph
 from smcp_fx.prepared import PreparedModel, prepared_of
 from smcp_fx.pruning.worth import Floats
 
@@ -73,21 +75,27 @@ def solve_best(
     if rises is None or pruner.target >= pruner.full_cost * pruner.correction:
         pruner.solve()
         return 1.0
-    judge, best, solves = _Judge(prepared, batches, objective), None, len(pruner.history)
-    for trust, told in zip(_TRUST, Stretch(progress).split(1 / 3, 2 / 3), strict=True):
+    tries, solves = list[tuple[float, dict[str, Floats], Narrowed]](), len(pruner.history)
+    masks = list[dict[str, Tensor]]()
+    for trust in _TRUST:
         state.rises = drawn(rises, pruner.cost, trust)
         pruner.solve()
-        masks = prepared.masks
-        if best is not None and all(torch.equal(mask, best[1][name]) for name, mask in masks.items()):
-            continue
-        found = judge.distance(told)
-        if best is None or found < _CLEARLY * best[0]:
-            best = found, masks, state.rises, trust
-    assert best is not None
-    state.rises = best[2]
+        if not any(_same(prepared.masks, others) for others in masks):
+            masks.append(prepared.masks)
+            tries.append((trust, state.rises, narrowed(prepared)))
+    fitting, judging = Stretch(progress).split(0.8)
+    networks, (fitted, held) = [network for _, _, network in tries], _parts(batches)
+    if len(tries) > 1:
+        fit(networks, prepared, fitted, fitting, 0.5)
+        away = _distances([network.module for network in networks], prepared, held, objective, judging)
+    best = 0
+    for index in range(1, len(tries)):
+        if away[index] < _CLEARLY * away[best]:
+            best = index
+    trust, state.rises, _ = tries[best]
     pruner.solve()
     del pruner.history[solves:-1]  # those of the tries
-    return best[3]
+    return trust
 
 
 def drawn(rises: Mapping[str, Floats], cost: NetworkCost, trust: float) -> dict[str, Floats]:
@@ -113,32 +121,45 @@ def drawn(rises: Mapping[str, Floats], cost: NetworkCost, trust: float) -> dict[
     return {name: curve * (before / after) if after else curve for name, curve in mixed.items()}
 
 
-class _Judge:
-    """Repairs what the present masks leave, and tells how far its outputs are from the whole network's."""
+def _same(masks: Mapping[str, Tensor], others: Mapping[str, Tensor]) -> bool:
+    return all(torch.equal(mask, others[name]) for name, mask in masks.items())
 
-    def __init__(self, prepared: PreparedModel, batches: Any, objective: Objective) -> None:
-        self._prepared, self._objective = prepared, objective
-        enough = number_of(batches) >= FOLD
-        # Kept, since a loader that shuffles gives others each time.
-        self._fit, self._held = list[Batch](), list[Batch]()
-        for batch in each_batch(batches):
-            for part, mine in ((self._fit, batch.number % 2 == 1), (self._held, batch.number % FOLD == 0)):
-                if (mine or not enough) and sum(one.nbytes for one in part) < MEMORY:
-                    part.append(batch)
 
-    @torch.no_grad()
-    def distance(self, progress: Progress) -> float:
-        """Return the mean over images; of a loss of the user's, what it is more than the whole network's."""
-        network = convert(self._prepared)
-        repair(network, self._prepared, self._fit, progress=progress)
-        whole, device, total, images = trained_graph(self._prepared)[1], device_of(network), 0.0, 0
-        with in_mode(network, False), in_mode(whole, False):
-            for batch in self._held:
-                batch = batch.to(device)
-                wanted = run_batch(whole, batch)
-                away = self._apart(network, batch, wanted) - self._objective.distance(wanted, wanted, batch)
-                total, images = total + away * batch.images, images + batch.images
-        return total / images
+def _parts(batches: Any) -> tuple[list[Batch], list[Batch]]:
+    """Return the batches to fit by and those to judge by; the same ones where there are few.
 
-    def _apart(self, network: nn.Module, batch: Batch, wanted: Any) -> float:
-        return self._objective.distance(run_batch(network, batch), wanted, batch)
+    Kept, since a loader that shuffles gives others each time.
+    """
+    enough, fitted, held = number_of(batches) >= FOLD, list[Batch](), list[Batch]()
+    for batch in each_batch(batches):
+        for part, mine in ((fitted, batch.number % 2 == 1), (held, batch.number % FOLD == 0)):
+            if (mine or not enough) and sum(one.nbytes for one in part) < MEMORY:
+                part.append(batch)
+    return fitted, held
+
+
+@torch.no_grad()
+def _distances(
+    networks: Sequence[nn.Module],
+    prepared: PreparedModel,
+    held: Sequence[Batch],
+    objective: Objective,
+    progress: Progress,
+) -> list[float]:
+    """Return how far each network's outputs are from the whole one's, the mean over images.
+
+    Of a loss of the user's, what it is more than the whole network's.
+    """
+    whole, totals = trained_graph(prepared)[1], [0.0] * len(networks)
+    with ExitStack() as stack:
+        for network in (whole, *networks):
+            stack.enter_context(in_mode(network, False))
+        for done, batch in enumerate(held, 1):
+            batch = batch.to(device_of(whole))
+            wanted = run_batch(whole, batch)
+            least = objective.distance(wanted, wanted, batch)
+            for index, network in enumerate(networks):
+                away = objective.distance(run_batch(network, batch), wanted, batch) - least
+                totals[index] += away * batch.images
+            progress(done / len(held))
+    return [total / sum(batch.images for batch in held) for total in totals]

@@ -67,7 +67,7 @@ class Curvature:
         self._images += images
         for key, sums in found.items():
             if sums.numel() == counted.numel():
-                sums = sums[counted.to(sums.device)]
+                sums = sums * counted.to(sums)
             else:
                 sums = sums * (images / batch.images) ** 0.5
             rise = sums.square().sum() * (0.5 * batch.images**2)

@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 from torch import Tensor, fx, nn
 
 from smcp_fx.calibration.batches import Batch, require_finite_gradients, run_batch
-from smcp_fx.calibration.layer_rows import LEAST_ROWS, ROWS_PER_INPUT, some_of
+from smcp_fx.calibration.layer_rows import rows_for, some_of
 from smcp_fx.calibration.readers import Reader, Run, readers_of, watching
 from smcp_fx.calibration.regression import Gram
 from smcp_fx.prepared import PreparedModel
@@ -177,7 +177,7 @@ class Elimination:
     def _take(self, run: Run, generator: torch.Generator, used: Tensor | None) -> None:
         reader = run.reader
         images, positions = reader.consumer.positions(run.y)
-        wanted = max(LEAST_ROWS, ROWS_PER_INPUT * reader.places.numel())
+        wanted = rows_for(reader.places.numel())
         mine = None  # images are apart where the first dimension is theirs
         if used is not None and images % used.numel() == 0:
             mine = used.repeat_interleave(images // used.numel()).nonzero().flatten().to(run.y.device)

@@ -27,11 +27,11 @@ from smcp_fx.calibration.curvature import Curvature, corrected
 from smcp_fx.calibration.elimination import Elimination, Order
 from smcp_fx.calibration.objective import Loss, Objective
 from smcp_fx.calibration.progress import Progress, Stretch
-from smcp_fx.calibration.repair import repair
+from smcp_fx.calibration.repair import fit, narrowed
 from smcp_fx.errors import InputError
 from smcp_fx.outcomes import in_mode
 from smcp_fx.output_kinds import Kinds
-from smcp_fx.prepare import sliced_graph, trained_graph
+from smcp_fx.prepare import trained_graph
 from smcp_fx.prepared import PreparedModel, prepared_of
 from smcp_fx.pruning.importance import TaylorImportance
 from smcp_fx.pruning.ranks import require_whole
@@ -147,10 +147,10 @@ def gather_halfway(
         return
     pruner.check_target()
     pruner.solve(math.sqrt(share) * pruner.correction)
-    network, there = sliced_graph(prepared), state.of_use()
+    network, there = narrowed(prepared), state.of_use()
     repairing, weighing = Stretch(progress).split(0.4)
-    repair(network[1], prepared, batches, progress=repairing)
-    elimination = Elimination(prepared, network, there, number_of(batches))
+    fit([network], prepared, batches, repairing)
+    elimination = Elimination(prepared, (network.graph, network.module), there, number_of(batches))
     objective = Objective(prepared, loss, outputs, quiet=True)
     orders = weigh(elimination, state, batches, objective, weighing, trained_graph(prepared)[1])
     for name, order in orders.items():
@@ -191,7 +191,8 @@ def weigh(
                 held.append((batch, out))
             if not bool(out.all()):
                 batch = batch.to(device)
-                elimination.add(batch, loss_of(batch), ~out)
+                heeds = elimination.batches < FOLD or batch.number % FOLD == 1
+                elimination.add(batch, loss_of(batch) if heeds else None, ~out)
             gathering(min(batch.number / elimination.batches, 1.0))
         names, orders = list(state.free_masks()), dict[str, Order]()
         for done, name in enumerate(names, 1):

@@ -16,9 +16,9 @@ from torch import Tensor, fx, nn
 
 #: The most numbers that the rows of one chunk may hold (64 MiB in float64).
 _CHUNK = 2**23
-#: Least output positions that a layer is looked at by, if there are as many: so many, and so many for each input.
-#: Docs: experiments.md.
-LEAST_ROWS, ROWS_PER_INPUT = 20_000, 8
+#: Output positions that a layer is looked at by, if there are as many, for each of its inputs: so many up to a number
+#: of positions, and at least so many. Docs: experiments.md.
+_FULL, _ENOUGH, _LEAST = 100, 20_000, 8
 
 
 @dataclass(frozen=True)
@@ -132,6 +132,11 @@ class Consumer:
                 place = 2 * (self.rank - 1 - dim)
                 pads[place], pads[place + 1] = left, lengths[dim] + reach - left - x.shape[2 + dim]
         return (F.pad(x, pads, self.mode) if any(pads) else x), stride
+
+
+def rows_for(inputs: int) -> int:
+    """Return how many rows a fit of so many inputs an output takes; what it adds to the error is inputs / rows."""
+    return max(_LEAST * inputs, min(_FULL * inputs, _ENOUGH))
 
 
 def some_of(positions: int, number: int, generator: torch.Generator) -> Tensor:

@@ -61,8 +61,8 @@ class Sums(Gram):
     y: Tensor = field(default_factory=lambda: torch.zeros(()))
     r: Tensor = field(default_factory=lambda: torch.zeros(()))
     xr: Tensor = field(default_factory=lambda: torch.zeros(()))
-    rr: float = 0.0
-    yy: float = 0.0
+    rr: Tensor = field(default_factory=lambda: torch.zeros(()))
+    yy: Tensor = field(default_factory=lambda: torch.zeros(()))
 
     def add_pairs(self, x: Tensor, y: Tensor, before: Tensor) -> None:
         """Add rows [..., groups, inputs] and outputs [..., groups, outputs]; ``before`` is W0."""
@@ -73,8 +73,8 @@ class Sums(Gram):
         left = torch.baddbmm(y, x, before, alpha=-1)
         self.y, self.r = self.y + _sum(y), self.r + _sum(left)
         self.xr = _plus(self.xr, x.mT @ left)
-        self.rr += float(_sum(left.square()).sum())
-        self.yy += float(_sum(y.square()).sum())
+        self.rr = self.rr + _sum(left.square()).sum()  # on its device: a GPU waits for no chunk
+        self.yy = self.yy + _sum(y.square()).sum()
 
     def __add__(self, other: Sums) -> Sums:
         if not (self.count and other.count):
@@ -98,17 +98,17 @@ class Sums(Gram):
             found = moved - (away * away).sum() / self.count
         else:
             found = moved - 2 * (intercept * away).sum() + self.count * (intercept * intercept).sum()
-        return max(float(found) + self.rr, 0.0)
+        return max(float(found + self.rr), 0.0)
 
     @property
     def spread(self) -> float:
         """Return the sum of squared distances of y from its mean."""
-        return max(self.yy - float((self.y * self.y).sum()) / self.count, 0.0)
+        return max(float(self.yy - (self.y * self.y).sum() / self.count), 0.0)
 
     @property
     def finite(self) -> bool:
         """Whether all sums are finite."""
-        return all(bool(torch.isfinite(t).all()) for t in (self.xx, self.xr, torch.tensor(self.yy)))
+        return bool(torch.isfinite(self.xx.sum() + self.xr.sum() + self.yy))
 
 
 @dataclass
@@ -140,21 +140,22 @@ def solve(
     Errors up to ``rounding`` times the outputs' squares count as zero. If the error on held-out rows does not fall,
     the solution is the old weight and biases, with ridge infinity.
     """
-    spread = sum(use.held_out.spread for use in uses) or sum(use.held_out.yy for use in uses) or 1.0
+    spread = sum(use.held_out.spread for use in uses) or sum(float(use.held_out.yy) for use in uses) or 1.0
     none = torch.zeros_like(weight)
     before = _error(uses, none, [use.bias for use in uses])
     same = Solution(weight, tuple(use.bias for use in uses), float("inf"), before / spread, before / spread)
-    if before <= rounding * sum(use.held_out.yy for use in uses):
+    if before <= rounding * sum(float(use.held_out.yy) for use in uses):
         return same
-    found = []
     normal = _normal(uses, [use.fit for use in uses])
-    for ridge in RIDGES:
-        candidate = _ridge(normal, ridge)
-        if candidate is not None:
-            biases = [_bias(use, use.fit, candidate) for use in uses]
-            found.append((_error(uses, candidate, biases), ridge, candidate))
-    found.append((_error(uses, none, [_bias(use, use.fit, none) for use in uses]), float("inf"), none))
-    error, ridge, best = min(found, key=lambda item: item[0])
+
+    def tried(ridge: float) -> tuple[float, float, Tensor]:
+        change = none if ridge == float("inf") else _ridge(normal, ridge)
+        if change is None:
+            return float("inf"), ridge, none
+        biases = [_bias(use, use.fit, change) for use in uses]
+        return _error(uses, change, biases), ridge, change
+
+    error, ridge, best = min(_descent(tried), tried(float("inf")), key=lambda item: item[0])
     if not error < before:
         return same
     every = [use.fit + use.held_out for use in uses]
@@ -168,6 +169,22 @@ def solve(
         if after < before and bool(torch.isfinite(rounded).all()):
             return Solution(rounded, tuple(biases), ridge, before / spread, min(error, before) / spread)
     return same
+
+
+def _descent(tried: Callable[[float], tuple[float, float, Tensor]]) -> tuple[float, float, Tensor]:
+    """Return the best of the ridges from the middle one on, downhill: a wide layer's solve takes seconds."""
+    middle = len(RIDGES) // 2
+    best = tried(RIDGES[middle])
+    for ways in (RIDGES[middle + 1 :], RIDGES[middle - 1 :: -1]):
+        start = best
+        for ridge in ways:
+            found = tried(ridge)
+            if found[0] > best[0]:
+                break
+            best = found
+        if best is not start:
+            break
+    return best
 
 
 def _normal(uses: Sequence[Use], rows: Sequence[Sums]) -> tuple[Tensor, Tensor]:

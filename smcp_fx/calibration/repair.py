@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -11,12 +12,12 @@ from torch import fx, nn
 
 from smcp_fx.calibration.batches import MEMORY, Batch, device_of, each_batch, entering
 from smcp_fx.calibration.progress import Progress
-from smcp_fx.calibration.side_by_side import RepairReport, SideBySide
+from smcp_fx.calibration.side_by_side import Narrowed, RepairReport, SideBySide
 from smcp_fx.errors import InputError
 from smcp_fx.outcomes import in_mode
 from smcp_fx.passes.sliced_labels import Sliced
 from smcp_fx.prepare import sliced_graph, trained_graph
-from smcp_fx.prepared import prepared_of
+from smcp_fx.prepared import PreparedModel, prepared_of
 from smcp_fx.pruning.ranks import require_whole
 from smcp_fx.tracing.copying import sharing
 
@@ -44,21 +45,44 @@ def repair(
     """
     prepared = prepared_of("repair", prepared)
     require_whole(smaller, "repair")
-    graph, fresh = sliced_graph(prepared)
-    if not _alike(smaller, fresh):
+    fresh = narrowed(prepared)
+    if not _alike(smaller, fresh.module):
         raise InputError(
             "smaller is not what convert makes of this prepared model with the masks it has now: convert it again"
         )
     # Of a model that was traced in regions, their joined graph on the model's own tensors.
-    joined, part = prepared.plan.traced.joined, smaller if fresh is graph else sharing(smaller, graph.graph)
-    assert isinstance(part, fx.GraphModule)
-    whole, whole_model = trained_graph(prepared)
+    one = fresh.module is fresh.graph
+    graph = smaller if one else sharing(smaller, fresh.graph.graph)
+    assert isinstance(graph, fx.GraphModule)
+    return fit([replace(fresh, module=smaller, graph=graph)], prepared, batches, progress)[0]
+
+
+def narrowed(prepared: PreparedModel) -> Narrowed:
+    """The network that the present masks leave, to be fitted."""
+    graph, module = sliced_graph(prepared)
     keep = prepared.smcp.units_kept() | ~prepared.channels.free_units
     trained = prepared.smcp.units_kept(prepared.smcp.trained) | ~prepared.channels.free_units
-    with torch.no_grad(), in_mode(smaller, False), in_mode(whole_model, False), _unless_it_fails(smaller):
-        used = [entering(whole_model, joined, one) for one in _fitting(batches, device_of(smaller))]
-        kept, shared = (Sliced(prepared.channels, units) for units in (keep, keep & trained))
-        return SideBySide(part, whole, used, kept, shared).run(progress)
+    kept, shared = (Sliced(prepared.channels, units) for units in (keep, keep & trained))
+    return Narrowed(module, graph, kept, shared)
+
+
+def fit(
+    networks: Sequence[Narrowed],
+    prepared: PreparedModel,
+    batches: Any,
+    progress: Progress | None = None,
+    rows: float = 1.0,
+) -> list[RepairReport]:
+    """Fit networks to the whole one, all in one pass, as `repair` fits one; ``rows``: by what share of its rows."""
+    whole, whole_model = trained_graph(prepared)
+    modules, joined = [network.module for network in networks], prepared.plan.traced.joined
+    with torch.no_grad(), ExitStack() as stack:
+        for module in (*modules, whole_model):
+            stack.enter_context(in_mode(module, False))
+        for module in modules:
+            stack.enter_context(_unless_it_fails(module))
+        used = [entering(whole_model, joined, one) for one in _fitting(batches, device_of(modules[0]))]
+        return SideBySide(networks, whole, used, rows).run(progress)
 
 
 def _alike(smaller: nn.Module, fresh: nn.Module) -> bool:

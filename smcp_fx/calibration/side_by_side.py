@@ -1,23 +1,28 @@
-"""Fits the smaller network to the whole one, a layer at a time over all batches.
+"""Fits smaller networks to the whole one, a layer at a time over all batches.
 
 A convolution or linear gets the weights of a ridge regression, from its inputs in the smaller network (repaired so
 far) to the outputs of the whole network's layer. A batch norm's statistics change by the difference between its
-inputs in the two networks, so that errors do not add up.
+inputs in the two networks, so that errors do not add up. The whole network runs once for all the smaller ones.
 """
 
 from __future__ import annotations
 
+import math
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
+from heapq import merge
+from operator import itemgetter
 
 import torch
-from torch import Tensor, fx
+from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
 from smcp_fx.calibration.batch_norms import Moments
 from smcp_fx.calibration.batches import MEMORY, Batch
 from smcp_fx.calibration.consumers import by_weight
 from smcp_fx.calibration.frontier import Frontier, Values
-from smcp_fx.calibration.layer_rows import LEAST_ROWS, ROWS_PER_INPUT, Consumer, some_of
+from smcp_fx.calibration.layer_rows import Consumer, rows_for, some_of
 from smcp_fx.calibration.norms import Normalisation, norms_of
 from smcp_fx.calibration.progress import Progress, Stretch
 from smcp_fx.calibration.regression import WIDEST, Use, solve
@@ -80,60 +85,101 @@ class RepairReport:
         return "\n".join(lines)
 
 
-class SideBySide:
-    """One pass through both graphs.
+@dataclass(frozen=True)
+class Narrowed:
+    """A smaller network: ``module``, which may hold Python, its graph (the same, or regions joined), its channels.
 
-    ``kept``: less the channels that the smaller one lacks; ``shared``: less those that only one of them has.
+    ``kept``: less the channels that it lacks; ``shared``: less those, too, that the whole network has no weights for.
     """
 
+    module: nn.Module
+    graph: fx.GraphModule
+    kept: Sliced
+    shared: Sliced
+
+
+class SideBySide:
+    """The whole network and smaller ones over the same batches, of which more join as fewer bytes are held."""
+
     def __init__(
-        self,
-        smaller: fx.GraphModule,
-        whole: fx.GraphModule,
-        batches: list[Batch],
-        kept: Sliced,
-        shared: Sliced,
+        self, networks: Sequence[Narrowed], whole: fx.GraphModule, batches: list[Batch], rows: float
     ) -> None:
-        self.smaller, self.whole = Frontier(smaller, []), Frontier(whole, [])
-        self.waiting = batches[::-1]
-        self.kept, self.shared = kept, shared
+        self.whole = Frontier(whole, [])
+        self.waiting, self.rows = batches[::-1], rows
         self.images = sum(batch.images for batch in batches)
-        needs = [frontier.still_to_hold(batches[0]) for frontier in (self.smaller, self.whole)]
-        #: Peak bytes of one image's values from each node on, both networks together.
-        self.needs = {
-            name: (size + needs[1].get(name, 0)) / batches[0].images for name, size in needs[0].items()
-        }
-        self.fold = min(_FOLD, max(self.images, 2))
-        groups, self.left = by_weight(smaller)
+        self.norms = {norm.node.name: norm for uses in norms_of(whole) for norm in uses}
+        self.moments: dict[str, Moments] = {}
+        self.fits = [_Fit(self, network) for network in networks]
+        self.frontiers = [self.whole, *(fit.smaller for fit in self.fits)]
+        #: Peak bytes of the first batch's values from each node on, all networks together.
+        self.needs, self.first = Counter[str](), batches[0].images
+        for frontier in self.frontiers:
+            self.needs.update(frontier.still_to_hold(batches[0]))
+
+    def run(self, progress: Progress | None = None) -> list[RepairReport]:
+        """Repair all layers of all networks in the order they run."""
+        told, total = Stretch(progress), sum(len(fit.smaller.nodes) for fit in self.fits)
+        place = {node.name: index for index, node in enumerate(self.whole.nodes)}
+        nodes = [[(place.get(node.name, -1), fit, node) for node in fit.smaller.nodes] for fit in self.fits]
+        # The one that is behind goes first, so that the whole network still holds what it needs.
+        for done, (_, fit, node) in enumerate(merge(*nodes, key=itemgetter(0))):
+            fit.repair(node)
+            told(done / total)
+        told(1.0)
+        return [fit.told() for fit in self.fits]
+
+    def admit(self, name: str) -> None:
+        """Add as many batches as fit into memory from this node on: early layers of large images get few."""
+        while self.waiting:
+            here = sum(batch.images for batch in self.whole.batches) + self.waiting[-1].images
+            if self.whole.batches and here * self.needs[name] / self.first > MEMORY:
+                return
+            batch = self.waiting.pop()
+            for frontier in self.frontiers:
+                frontier.join(batch)
+
+    def moments_of(self, norms: list[Normalisation]) -> Moments:
+        """Return the moments of what reaches these norms in the whole network."""
+        name = norms[0].node.name
+        if name not in self.moments:
+            self.moments[name] = _moments(self.whole, norms)
+        return self.moments[name]
+
+
+class _Fit:
+    """A smaller network on its way through both graphs."""
+
+    def __init__(self, beside: SideBySide, network: Narrowed) -> None:
+        self.beside, self.whole = beside, beside.whole
+        self.kept, self.shared = network.kept, network.shared
+        self.smaller = Frontier(network.graph, [])
+        self.fold = min(_FOLD, max(beside.images, 2))
+        groups, self.left = by_weight(network.graph)
         self.layers = {uses[0].node: uses for uses in groups}
-        self.norms = {uses[0].node: uses for uses in norms_of(smaller)}
-        self.norms_whole = {norm.node.name: norm for uses in norms_of(whole) for norm in uses}
+        self.norms = {uses[0].node: uses for uses in norms_of(network.graph)}
         self.normalised = {norm.input for uses in self.norms.values() for norm in uses}
         self.exact = self._exact()
         self.report: list[LayerRepair] = []
         self.set: list[str] = []
 
-    def run(self, progress: Progress | None = None) -> RepairReport:
-        """Repair all layers in the order they run."""
-        told = Stretch(progress)
-        for done, node in enumerate(self.smaller.nodes):
-            if not self.smaller.runs(node):
-                continue
-            if node in self.exact:
-                if node in self.layers:
-                    self.report.append(LayerRepair(self.layers[node][0].path))
-            elif node in self.layers:
-                self._admit(node)
-                self._layer(self.layers[node])
-            elif node in self.norms:
-                self._admit(node)
-                self._norm(self.norms[node])
-            else:
-                continue
-            told(done / len(self.smaller.nodes))
-        told(1.0)
-        self.report += [LayerRepair(path, left=why) for path, why in self.left.items()]
-        return RepairReport(tuple(self.report), tuple(self.set), self.images)
+    def repair(self, node: fx.Node) -> None:
+        """Repair the node, if it is a layer or norm; those before it are repaired."""
+        if not self.smaller.runs(node):
+            return
+        if node in self.exact:
+            if node in self.layers:
+                self.report.append(LayerRepair(self.layers[node][0].path))
+        elif node in self.layers:
+            self.beside.admit(node.name)
+            self._layer(self.layers[node])
+        elif node in self.norms:
+            self.beside.admit(node.name)
+            self._norm(self.norms[node])
+
+    def told(self) -> RepairReport:
+        """Return what was done."""
+        layers = (*self.report, *(LayerRepair(path, left=why) for path, why in self.left.items()))
+        return RepairReport(layers, tuple(self.set), self.beside.images)
 
     def _exact(self) -> set[fx.Node]:
         """Return the nodes that compute what the whole network's do: no unit that only one of both has reaches them.
@@ -169,7 +215,7 @@ class SideBySide:
     def _unscaled(self, node: fx.Node) -> bool:
         """Whether a node is no batch norm that batch-norm scalers have changed."""
         for norm in self.norms.get(node, ()):
-            whole = self.norms_whole.get(norm.node.name)
+            whole = self.beside.norms.get(norm.node.name)
             for mine, other in self._affine(norm, whole) if whole is not None else ():
                 if not torch.equal(mine, other):
                     return False
@@ -186,17 +232,6 @@ class SideBySide:
         """Return what is left of one number for each channel of the whole network's norm."""
         axis = self.kept.axis(self.kept.channels.trail.labels[norm.node.name])
         return value if axis is None else value.index_select(0, axis[1].to(value.device))
-
-    def _admit(self, node: fx.Node) -> None:
-        """Add as many batches as fit into memory from here on: early layers of large images get few."""
-        here = sum(batch.images for batch in self.smaller.batches)
-        while self.waiting:
-            here += self.waiting[-1].images
-            if self.smaller.batches and here * self.needs[node.name] > MEMORY:
-                return
-            batch = self.waiting.pop()
-            self.smaller.join(batch)
-            self.whole.join(batch)
 
     # ---- layers -----------------------------------------------------------------------------------------
 
@@ -251,8 +286,8 @@ class SideBySide:
         for consumer, key in zip(consumers, keys, strict=True):
             uses.setdefault(key, self._use(consumer))
         matrix = consumers[0].matrix(consumers[0].weight)
-        wanted = max(LEAST_ROWS, ROWS_PER_INPUT * int(matrix.shape[1]))
-        quota = -(-wanted // (len(self.smaller.batches) * len(consumers)))
+        wanted = self.beside.rows * rows_for(int(matrix.shape[1]))
+        quota = math.ceil(wanted / (len(self.smaller.batches) * len(consumers)))
         generator = torch.Generator().manual_seed(0)
         seen = [0] * len(consumers)
         for batch in range(len(self.smaller.batches)):
@@ -307,11 +342,10 @@ class SideBySide:
         network's, since batch-norm scales may have changed them.
         """
         first = norms[0]
-        wholes = [self.norms_whole[norm.node.name] for norm in norms if norm.node.name in self.norms_whole]
+        wholes = [self.beside.norms[norm.node.name] for norm in norms if norm.node.name in self.beside.norms]
         if len(wholes) < len(norms):
             return
-        here = self._moments(self.smaller, norms)
-        there = self._moments(self.whole, wholes)
+        here, there = _moments(self.smaller, norms), self.beside.moments_of(wholes)
         mean = self._left(wholes[0].mean.double() - there.mean, first) + here.mean
         growth = (here.variance + first.eps) / (self._left(there.variance, first) + first.eps)
         variance = (self._left(wholes[0].variance.double(), first) + first.eps) * growth - first.eps
@@ -326,19 +360,20 @@ class SideBySide:
             mine.copy_(other)
         self.set.append(first.path)
 
-    def _moments(self, frontier: Frontier, norms: list[Normalisation]) -> Moments:
-        """Return the moments of the inputs of these norms, over all batches."""
-        moments = Moments()
-        sources = {norm.node: norm.input for norm in norms}
-        frontier.advance(norms[0].node, past=False)
-        for batch in range(len(frontier.batches)):
-            if len(norms) == 1:
-                moments.add(frontier.values[batch][norms[0].input])
-                continue
-            found = frontier.ahead(batch, set(sources), lambda node, values: _copy(values, sources[node]))
-            for value in found.values():
-                moments.add(value)
-        return moments
+
+def _moments(frontier: Frontier, norms: list[Normalisation]) -> Moments:
+    """Return the moments of the inputs of these norms, over all batches."""
+    moments = Moments()
+    sources = {norm.node: norm.input for norm in norms}
+    frontier.advance(norms[0].node, past=False)
+    for batch in range(len(frontier.batches)):
+        if len(norms) == 1:
+            moments.add(frontier.values[batch][norms[0].input])
+            continue
+        found = frontier.ahead(batch, set(sources), lambda node, values: _copy(values, sources[node]))
+        for value in found.values():
+            moments.add(value)
+    return moments
 
 
 def _copy(values: Values, node: fx.Node) -> Tensor:

@@ -4,9 +4,9 @@
     weights = energy.softmax(-1)       over the columns that are kept
     out = weights @ v                  the columns go with the channels of v
 
-One label tensor tells channels apart along one dimension: a *block*. The rows of such a matrix are its first block
-(`Trail.labels`), its columns the second one (`Trail.blocks`). A rule that treats each dimension on its own runs once
-for each block. Channels of the second block stay where any other operation reads the matrix.
+A *block* is a label tensor that varies along one dimension. The rows of such a matrix are its first block
+(`Trail.labels`), its columns the second (`Trail.blocks`). A rule that treats each dimension separately runs once
+for each block. Any other operation that reads the matrix pins the channels of its second block.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from smcp_fx.tracing.traits import Trait, has
 from smcp_fx.tracing.trees import leaves_of
 from smcp_fx.tracing.values import TensorInfo
 
-#: Beside element-wise operations: movements that name no sizes, and operations that mix one dimension.
+#: Besides element-wise operations: movements without sizes among their arguments, and operations over one dimension.
 _BLOCKWISE = set(
     """
 amax amin contiguous expandas getattr logsoftmax logsumexp max mean min movedim permute softmax sum t transpose
@@ -53,7 +53,7 @@ def by_block(rule: Rule) -> Rule:
 
 
 def _second(run: Propagation, call: Call) -> Call | None:
-    """The call on second blocks; operands without one have no channels there. None where it has no meaning."""
+    """The call on the second blocks; an operand without one has no channels there. None if a block cannot pass."""
     if not (call.name in _BLOCKWISE or has(call.name, Trait.ELEMENTWISE)):
         return None
     blocks = run.trail.blocks
@@ -66,7 +66,7 @@ def _second(run: Propagation, call: Call) -> Call | None:
         if node.name in blocks or not isinstance(value, TensorInfo):
             return blocks.get(node.name, run.trail.labels[node.name])
         if len(value.shape) >= -dim and value.shape[dim] != 1:
-            raise LookupError  # its channels there are unknown
+            raise LookupError  # its channels along this dimension are unknown
         return uniform(0, value.shape)
 
     try:
@@ -77,7 +77,7 @@ def _second(run: Propagation, call: Call) -> Call | None:
 
 
 def _keep(run: Propagation, node: fx.Node, first: Any, second: Any) -> bool:
-    """Note the second block of a result. False where the result cannot have it."""
+    """Record the second block of a result. False if the result cannot have one."""
     varied = [
         labels for labels in leaves_of(second) if isinstance(labels, Tensor) and varied_dims(compact(labels))
     ]

@@ -1,11 +1,11 @@
-"""Which groups may keep nothing, and what goes with them: layer pruning.
+"""Layer pruning: which groups may keep nothing, and which branches go with them.
 
 With no channel left between two layers, the second one writes a constant: its bias. Where that constant meets a
 tensor that still depends on the network's inputs (an addition, a concat), the branch between can go. Every node is
 *live* (its value depends on the inputs), *constant* (it did, before), or *empty* (it has no channel left).
 
-Groups may keep nothing only as long as every output depends on the inputs it depended on, though all of them keep
-nothing at once: then any choice among them leaves the network in one piece.
+Groups may keep nothing only if, with all of them empty at once, every output still depends on the same inputs. Then
+any choice among them leaves the network in one piece.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ NUMBER, PARAMETER, LIVE, CONSTANT, EMPTY = range(5)
 
 
 class Channels(Protocol):
-    """What is read of a `ChannelGraph`."""
+    """The part of a `ChannelGraph` that is read here."""
 
     groups: list[Group]
     trail: Trail
@@ -48,13 +48,13 @@ class Channels(Protocol):
 
 @dataclass(frozen=True)
 class Content:
-    """The groups that tensors hold channels of, as bits, and whether anything else is in them."""
+    """The groups whose channels a tensor holds, as bits, and whether it holds anything else."""
 
     groups: int = 0
     more: bool = False
 
     def empty(self, zero: int) -> bool:
-        """Is nothing left when the groups ``zero`` keep nothing?"""
+        """Is nothing left if the groups ``zero`` keep nothing?"""
         return bool(self.groups) and not self.more and not self.groups & ~zero
 
     def __or__(self, other: Content) -> Content:
@@ -63,7 +63,7 @@ class Content:
 
 @dataclass
 class FlowNode:
-    """One node: what it reads (places in the order the graph runs), and which channels it reads and holds."""
+    """One node: the places of its inputs in the order of the graph, and the channels that it reads and holds."""
 
     name: str
     kind: str  # "number", "start", "parameter", "sink", "dense", "other"
@@ -71,7 +71,7 @@ class FlowNode:
     content: Content = Content()
     pieces: tuple[Content, ...] = ()  # of a node that makes several tensors
     inputs: Content = Content()  # of a dense layer
-    root: bool = False  # stays although nothing reads it
+    root: bool = False  # stays, although it has no reader
     bit: int = 0  # of a start
 
 
@@ -130,14 +130,14 @@ class Flow:
         self.full = self._walk(0)
 
     def walk(self, zero: int) -> Walk:
-        """The states of all nodes when these groups keep nothing."""
+        """The states of all nodes if these groups keep nothing."""
         return self._walk(zero) if zero else self.full
 
     def _walk(self, zero: int) -> Walk:
         walk = Walk(zero)
         for index, step in enumerate(self.steps):
             depends = causes = 0
-            if step.kind == "number" or step.kind == "sink":  # the size of what goes cannot be asked any more
+            if step.kind == "number" or step.kind == "sink":  # the size of a removed tensor cannot be read
                 state, causes = NUMBER, self._causes(walk, step)
             elif step.kind == "start":
                 state, depends = LIVE, step.bit
@@ -166,7 +166,7 @@ class Flow:
         return found
 
     def connected(self, zero: int) -> bool:
-        """Does every output still depend on the inputs that it depended on?"""
+        """Does every output still depend on the same inputs?"""
         walk = self.walk(zero)
         return all(
             walk.depends[source] == self.full.depends[source]
@@ -176,7 +176,7 @@ class Flow:
         )
 
     def effective(self, walk: Walk) -> list[bool]:
-        """Which nodes an output still needs, or something that cannot go for another reason."""
+        """The nodes that an output still needs, or a node that stays for another reason."""
         found = [step.kind == "sink" for step in self.steps]
         for index in reversed(range(len(self.steps))):
             step = self.steps[index]
@@ -216,7 +216,7 @@ class Flow:
 
 
 class Branches:
-    """The groups ``removable`` (bits) of a network, and what else is of no use when one of them keeps nothing.
+    """The groups ``removable`` (bits) of a network, and the groups that become useless if one of them keeps nothing.
 
     ``implied[g]``: the removable groups that nothing useful reads any more when g keeps nothing, or that only hold
     constants then; ``dead[g]``: the nodes that are of no use then.
@@ -236,7 +236,7 @@ class Branches:
             self.dead[group] = needed & ~_as_bits(flow.effective(flow.walk(zero)))
 
     def closed(self, counts: Mapping[str, int]) -> dict[str, int]:
-        """The counts, with 0 for the removable groups that are of no use beside the zeros already there."""
+        """The counts, with 0 for removable groups that are useless beside the present zeros."""
         zero = self._closed(sum(1 << self._index[name] for name, count in counts.items() if count == 0))
         return {name: 0 if zero >> self._index[name] & 1 else count for name, count in counts.items()}
 
@@ -263,10 +263,10 @@ class Branches:
         return [tuple(self._names[group] for group in bits(together)) for together in found]
 
     def couplings(self, paired: Collection[frozenset[str]]) -> list[tuple[str, str]]:
-        """Pairs (a, b) that say it all: b must keep nothing when a does.
+        """Pairs (a, b) that imply all others: b must keep nothing if a does.
 
-        Groups that imply each other are chained in the order they run; of what follows by way of another, nothing
-        is said. Pairs in ``paired`` (groups of one layer) are preferred.
+        Groups that imply each other are chained in the order they run. Pairs that follow from others are left out.
+        Pairs in ``paired`` (groups of one layer) are preferred.
         """
         classes: list[list[int]] = []
         seen = 0
@@ -290,9 +290,9 @@ class Branches:
         return [(self._names[a], self._names[b]) for a, b in pairs]
 
     def remover(self, nodes: Iterable[str], own: Collection[str]) -> str | None:
-        """The group that leaves these nodes without use when it keeps nothing, and is none of ``own``.
+        """The group, outside ``own``, that makes these nodes useless if it keeps nothing.
 
-        ``own``: groups at whose zero the nodes are known to cost nothing. None where these say it all. Of several
+        ``own``: groups without which the nodes are known to cost nothing. None if there is no other group. Of several
         groups, the one that most of the others imply.
         """
         places = [self.flow.place[name] for name in nodes if name in self.flow.place]
@@ -306,7 +306,7 @@ class Branches:
 
 
 def bits(number: int) -> Iterator[int]:
-    """The places of the bits that are set, ascending."""
+    """The places of the set bits, ascending."""
     while number:
         lowest = number & -number
         yield lowest.bit_length() - 1
@@ -314,7 +314,7 @@ def bits(number: int) -> Iterator[int]:
 
 
 def writes_shared(node: fx.Node, module: torch.nn.Module) -> bool:
-    """Does the node change a tensor, or a view of one, that another node reads too?"""
+    """Does the node change a tensor, or a view of one, that another node reads?"""
     base = node.args[0] if node.args and writes_in_place(node, module) else None
     while isinstance(base, fx.Node):
         if len(base.users) > 1 or base.op in ("placeholder", "get_attr"):
@@ -331,7 +331,7 @@ def _moves(name: str | None) -> bool:
 
 
 def _tensors(channels: Channels, node: fx.Node) -> list[Tensor]:
-    """The label tensors of what a node computes."""
+    """The label tensors of a node's result."""
     trail = channels.trail
     value = trail.labels.get(node.name)
     if isinstance(value, ParameterRef):

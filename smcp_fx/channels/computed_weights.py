@@ -3,8 +3,8 @@
     before   w = weight_norm(weight_v, weight_g);  conv2d(x, w, bias)        w = weight * mask;  linear(x, w)
 
 Weight and spectral norm, parametrisations, weight standardisation, masks, sums of kernels, slices of a larger weight:
-what a layer reads is then a function of parameters alone. To the channel graph it is a weight like any other;
-converting replaces the function by its value.
+all are functions of parameters only. The channel graph takes the result for a weight like any other; converting
+replaces the function by its value.
 """
 
 from __future__ import annotations
@@ -30,21 +30,21 @@ from smcp_fx.tracing.traits import Trait, has
 from smcp_fx.tracing.values import held, is_continuous
 
 Shape = tuple[int, ...]
-#: What is drawn anew each time is no value that can be kept.
+#: Random results differ at each call, so that no value can be stored.
 _DRAWS = ("dropout", "rand", "bernoulli", "multinomial", "poisson", "stochasticdepth")
 
 
 @dataclass(frozen=True)
 class ComputedWeight:
-    """``result`` computes it by way of the nodes ``through``; ``name``: where the value can be stored."""
+    """``result`` computes the weight through the nodes ``through``; ``name``: where the value can be stored."""
 
     result: fx.Node
     name: str
     shape: Shape
     through: tuple[fx.Node, ...]  # in the order they run, the reads of parameters and ``result`` among them
-    alone: frozenset[fx.Node]  # of those, the ones that only such weights read
+    alone: frozenset[fx.Node]  # those nodes of ``through`` that only computed weights read
     sources: tuple[str, ...]  # the parameters and buffers that it is computed from
-    unread: frozenset[str]  # those of them that only such weights read
+    unread: frozenset[str]  # those sources that only computed weights read
 
     def source(self, module: nn.Module) -> str:
         """The parameter whose gradients tell whether the weight learns."""
@@ -61,7 +61,7 @@ def computed_weights(
 ) -> list[ComputedWeight]:
     """Find them. ``transparent``: functions that may stand between a weight and its layer (masks).
 
-    ``cosines``: those of cosines, too, by the norms of the channels that are kept now.
+    ``cosines``: also weights of cosines, with the norms of the channels that are kept now.
     """
     known = (*transparent, IN_PLACE_OF["normalize"], *BEFORE.values()) if cosines else transparent
     watching = _watching(module, known)
@@ -92,7 +92,7 @@ def computed_weights(
 
 
 def _watching(module: fx.GraphModule, transparent: tuple[Callable[..., object], ...]) -> dict[fx.Node, str]:
-    """The nodes that write what is seen of parameters into buffers, by the buffer's name: ranges of weights."""
+    """The nodes that write statistics of parameters into buffers (ranges of weights), with the buffer's name."""
     memory = memory_of_model(module, module.graph)
     writes = {
         node: memory[node.args[0]]
@@ -116,7 +116,7 @@ def _watching(module: fx.GraphModule, transparent: tuple[Callable[..., object], 
 
 
 def _is_effect(node: fx.Node) -> bool:
-    """Does it say in which mode a write runs, and no more?"""
+    """Does the node only say in which mode a write runs?"""
     return is_by_mode(node) and not node.users
 
 
@@ -125,9 +125,9 @@ def _constants(
     transparent: tuple[Callable[..., object], ...],
     watching: Mapping[fx.Node, str],
 ) -> set[fx.Node]:
-    """The nodes that follow from parameters and buffers alone, and are drawn or written into by none.
+    """The nodes that follow from parameters and buffers only, are not random, and are not written into.
 
-    What ``watching`` says is written into buffers follows from parameters, too.
+    So do the buffers into which the nodes of ``watching`` write.
     """
     found: set[fx.Node] = set()
     written = written_buffers(module) - set(watching.values())
@@ -157,7 +157,7 @@ def _constants(
 
 
 def _is_steady(module: fx.GraphModule, node: fx.Node) -> bool:
-    """Does it make the same of the same parameters twice? A function of autograd may draw numbers unseen."""
+    """Is its result the same twice? A function of autograd may draw random numbers where no node shows it."""
     if not isinstance(node.target, Applied):
         return True
     way = ancestors(node)
@@ -170,7 +170,7 @@ def _is_steady(module: fx.GraphModule, node: fx.Node) -> bool:
 def _weights_of(
     use: fx.Node, constants: set[fx.Node], transparent: tuple[Callable[..., object], ...]
 ) -> list[fx.Node]:
-    """What is computed and read as a weight or bias of a layer, or as the constant factor of a product."""
+    """The computed nodes that the use reads as a layer's weight or bias, or as a product's constant factor."""
     if is_layer(use):
         given: list[Any] = [*weight_and_bias(use)]
         most = 2
@@ -186,7 +186,7 @@ def _weights_of(
 
 
 def _is_layer_like(use: fx.Node) -> bool:
-    """Does a product sum over no dimension of one factor alone?"""
+    """Does the product sum only over dimensions that both factors have?"""
     if operation_name(use, None) != "einsum":
         return True
     inputs, _, out = str(use.args[0]).replace(" ", "").partition("->")
@@ -205,7 +205,7 @@ def _described(
         for node in every:
             if node in results or all(user in alone for user in node.users):
                 alone.add(node)
-        # What something else reads is written on.
+        # A buffer with other readers must still be written.
         watched = set(watching.values())
         read = {
             node.target
@@ -229,7 +229,7 @@ def _described(
         floating = [name for name in sources if is_continuous(held(module, name))]
         unread = frozenset(name for name in sources if not reads.outside(name, alone))
         parameters = [name for name in floating if isinstance(held(module, name), nn.Parameter)]
-        if known[result] not in names:  # what is computed twice is one weight
+        if known[result] not in names:  # two equal computations are one weight
             names[known[result]] = _name(module, result, shape, floating, unread, taken)
         name = names[known[result]]
         taken.add(name)
@@ -241,14 +241,14 @@ def _described(
 
 
 def _written_beside(way: frozenset[fx.Node], watching: Mapping[fx.Node, str]) -> frozenset[fx.Node]:
-    """The writes into buffers that are read on the way, and what they are computed from."""
+    """The writes into the buffers that are read on the way, and the nodes that they are computed from."""
     read = {node.target for node in way if node.op == "get_attr"}
     writes = [node for node, name in watching.items() if name in read]
     return frozenset().union(*(ancestors(end) for node in writes for end in (node, *node.users)))
 
 
 def _expressions(nodes: Iterable[fx.Node]) -> dict[fx.Node, int]:
-    """A number for each node, the same for those that compute the same of the same parameters."""
+    """A number for each node; equal computations on the same parameters have the same number."""
     numbers: dict[str, int] = {}
     known: dict[fx.Node, int] = {}
     for node in nodes:
@@ -266,7 +266,7 @@ def _name(
     unread: frozenset[str],
     taken: set[str],
 ) -> str:
-    """What the module that computes it calls it; else the parameter that has its shape; else a name of its own."""
+    """Its module's name for it; else the name of a parameter of its shape; else a new name."""
     own = owner_of(result)
     fitting = [n for n in sources if n in unread and tuple(held(module, n).shape) == shape]
     parameters = [n for n in fitting if isinstance(held(module, n), nn.Parameter)]
@@ -274,7 +274,7 @@ def _name(
     for name in ([own] if own is not None else []) + fitting:
         if name not in taken:
             return name
-    path: list[str] = []  # beside what it is computed from
+    path: list[str] = []  # beside its sources
     for parts in zip(*(name.split(".")[:-1] for name in sources), strict=False):
         if len(set(parts)) > 1:
             break
@@ -283,7 +283,7 @@ def _name(
 
 
 class _Reads:
-    """Which nodes read which parameters and buffers, under whatever name."""
+    """Which nodes read which parameters and buffers, under any of their names."""
 
     def __init__(self, module: fx.GraphModule) -> None:
         self._module = module
@@ -313,7 +313,7 @@ class _Reads:
             yield from (f"{owner.target}.{name}" for name in names if name.startswith(start))
 
     def outside(self, name: str, alone: set[fx.Node]) -> bool:
-        """Does a node read the tensor that is not one of these?"""
+        """Does a node outside ``alone`` read the tensor?"""
         return not self._readers.get(id(held(self._module, name)), set()) <= alone
 
 

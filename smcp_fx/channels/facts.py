@@ -1,46 +1,52 @@
-"""What a traced network and its recorded values say before any channel is followed: the same for every run."""
+"""What a traced network says before any channel is followed: the same for every run."""
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Collection, Mapping
 from typing import Any
 
+import torch
 from torch import fx
 
-from smcp_fx.channels.assertions import only_asserted
 from smcp_fx.channels.computed_weights import computed_weights
 from smcp_fx.channels.made_tensors import made_tensors
+from smcp_fx.channels.mixed_weights import MixedWeight, MixedWeights
 from smcp_fx.channels.trail import Computed
-from smcp_fx.channels.weight_statistics import followed_weights
+from smcp_fx.channels.weight_statistics import WeightStatistics, read_alike, weight_statistics
 from smcp_fx.channels.weight_views import Dims, weight_views
+from smcp_fx.tracing.aliases import written_buffers
 from smcp_fx.tracing.values import TensorInfo, canonical_names
+
+#: Rules of nodes that read a weight computed from the input, and of those that end a statistic of a weight.
+MIXTURE, STATISTIC = "mixture", "statistic"
 
 
 class Facts:
-    """Which nodes compute, move or mix weights, and which of them the rules do not see (``hidden``).
+    """Which nodes compute, move or mix weights, and which of them the rules skip (``hidden``).
 
-    ``turned``, ``beside``: as in `Trail`, where they are known.
+    Made from the values at any size of the images; `at` adds the facts that depend on the size.
     """
 
-    def __init__(
-        self,
-        module: fx.GraphModule,
-        values: dict[str, Any],
-        turned: Collection[str] = (),
-        beside: Mapping[str, tuple[int, int]] | None = None,
-    ) -> None:
+    statistics: dict[fx.Node, WeightStatistics]  # by the nodes that they end in
+    mixed: dict[fx.Node, MixedWeight]  # weights computed from the input, by their layers
+    kinds: dict[fx.Node, str]  # the rules of these nodes
+
+    def __init__(self, module: fx.GraphModule, values: dict[str, Any]) -> None:
         def shape(node: fx.Node) -> tuple[int, ...] | None:
             value = values.get(node.name)
             return value.shape if isinstance(value, TensorInfo) and value.is_continuous else None
 
+        self.module = module
         self.names = canonical_names(module)
+        self.written = written_buffers(module)
         self.learned = {name for name, _ in module.named_parameters()}
         self.views: dict[str, tuple[str, Dims]] = {}  # nodes that move a weight's dimensions
         for view in weight_views(module).values():
             places = zip(view.chain, view.dims, strict=True)
             self.views.update((node.name, (str(view.source.target), dims)) for node, dims in places)
-        # The rules see neither what only an assertion reads nor what only computes weights.
-        self.hidden = only_asserted(module.graph)
+        # The rules skip nodes that only an assertion reads, and nodes that only compute weights.
+        self.hidden = _only_asserted(module.graph)
         self.made = made_tensors(module, values, self.hidden)
         self.computed: dict[str, str] = {}  # nodes that compute a weight -> the parameter that stands for it
         self.described: dict[str, Computed] = {}  # by that parameter
@@ -48,5 +54,34 @@ class Facts:
             name = self.computed[found.result.name] = self.names.get(found.name, found.name)
             self.described[name] = Computed(found.shape, found.source(module), found.unread)
             self.hidden.update(node.name for node in found.alone)
-        told = self.computed, self.views, self.hidden, turned, beside or {}
-        self.statistics, self.mixed = followed_weights(module, values, *told)
+
+    def at(
+        self,
+        values: dict[str, Any],
+        turned: Collection[str] = (),
+        beside: Mapping[str, tuple[int, int]] | None = None,
+    ) -> Facts:
+        """The facts at the size of these values. ``turned``, ``beside``: as in `Trail`, where they are known."""
+        facts, excluded = copy.copy(self), {*self.computed, *self.views}
+        statistics = weight_statistics(self.module, values, {*self.hidden, *self.views}, beside or {})
+        while True:
+            apart = {node for one in statistics for node in (*one.parts, *one.ends)}
+            mixed = MixedWeights(self.module, values, self.computed, apart, turned).by_layer(excluded)
+            alike = [one for one in statistics if read_alike(one, mixed)]
+            if len(alike) == len(statistics):
+                break
+            statistics = alike
+        facts.mixed, facts.statistics = mixed, {end: one for one in statistics for end in one.ends}
+        facts.kinds = dict.fromkeys(facts.statistics, STATISTIC) | dict.fromkeys(mixed, MIXTURE)
+        facts.hidden = self.hidden.union(n.name for one in (*statistics, *mixed.values()) for n in one.parts)
+        return facts
+
+
+def _only_asserted(graph: fx.Graph) -> set[str]:
+    """Nodes that only an assertion reads. It checks the kept channels as it checked all of them."""
+    found: set[str] = set()
+    for node in reversed(graph.nodes):
+        read = bool(node.users) and all(user.name in found for user in node.users)
+        if node.target is torch._assert or (read and node.op in ("call_function", "call_method")):
+            found.add(node.name)
+    return found

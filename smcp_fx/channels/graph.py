@@ -35,6 +35,7 @@ from smcp_fx.cost_model import Width
 from smcp_fx.errors import InputError
 from smcp_fx.texts import table
 from smcp_fx.tracing.operations import operation_of
+from smcp_fx.tracing.traits import Trait, has
 
 if TYPE_CHECKING:
     import networkx as nx
@@ -49,7 +50,7 @@ _ROOMS = (
     rules_writes,
     rules_spectra,
     rules_recurrent,
-    rules_mixed,  # after those of plain convolutions
+    rules_mixed,
 )
 RULES: dict[str, Rule] = {name: by_block(rule) for room in _ROOMS for name, rule in room.RULES.items()}
 #: Stop after this many retries that free no further channel.
@@ -58,16 +59,17 @@ _TRIES = 8
 
 @dataclass(frozen=True)
 class _Asked:
-    """The request that a graph is built from. ``mixed_up``: reshapes that take positions for channels.
+    """The request that a graph is built from. ``mixed_up``: reshapes that read positions as channels.
 
-    ``facts``: those of the values at each size, by their ids and by what is turned.
+    ``at_size``: the ``facts`` at each size, by the id of its values and the turned nodes.
     """
 
     module: fx.GraphModule
     exclude: tuple[str, ...]
     keep_first_layer: bool
+    facts: Facts
     mixed_up: tuple[str, ...] = ()
-    facts: dict[tuple[int, frozenset[str]], Facts] = field(default_factory=dict)
+    at_size: dict[tuple[int, frozenset[str]], Facts] = field(default_factory=dict)
 
 
 class ChannelGraph:
@@ -91,9 +93,9 @@ class ChannelGraph:
             self.place_in_group[group.units] = torch.arange(group.size)
             self.free_units[group.units] = group.free
         self._free_group = torch.where(self.free_units, self.group_of_unit, -1)
-        #: Units that dense layers read; the others' worth is told by what mixes them.
+        #: Units that dense layers read. The worth of other units comes from the operations that mix them.
         self.read = _read(trail, self.units)
-        #: With layer pruning: which groups may keep nothing, and what they take with them.
+        #: With layer pruning: which groups may keep nothing, and the branches that go with them.
         self.branches: Branches | None = None
 
     def allow_nothing(self, branches: Branches) -> None:
@@ -253,32 +255,31 @@ def build(
 
     ``values`` maps node names to recorded values (see `smcp_fx.tracing.example_runs`). ``exclude`` names modules
     whose output channels stay; with ``keep_first_layer``, those of the first layer stay too. ``other``: the values at
-    another size of the images, if any: channels that are tied to different ones there must stay.
+    another size of the images, if any: channels that are tied differently there must stay.
     """
-    asked = _Asked(module, exclude, keep_first_layer)
+    asked = _Asked(module, exclude, keep_first_layer, Facts(module, values))
     trail, units, where = _steady(asked, values, other)
     fruitless = 0
-    while where and where not in asked.mixed_up and _regroups(module, where) and fruitless < _TRIES:
+    while where and where not in asked.mixed_up and _reshapes(module, where) and fruitless < _TRIES:
         asked = replace(asked, mixed_up=(*asked.mixed_up, where))
         newer, found, where = _steady(asked, values, other)
-        fruitless += 1  # another one may tie the same channels
+        fruitless += 1  # another reshape may tie the same channels
         if _pinned(newer, found) < _pinned(trail, units):
             trail, units, fruitless = newer, found, 0
     return ChannelGraph(trail, units, multiple)
 
 
 def _steady(asked: _Asked, values: dict[str, Any], other: dict[str, Any] | None) -> tuple[Trail, Units, str]:
-    """Trail and units, with those pinned that are others at the ``other`` size, and the node at which they are."""
+    """Trail and units, with units that differ at the ``other`` size pinned, and the first node where they differ."""
     trail, units = _propagated(asked, values, other)
     if other is None:
         return trail, units, ""
     return (trail, *keep_unsteady((trail, units), _propagated(asked, other, values)))
 
 
-def _regroups(module: fx.GraphModule, name: str) -> bool:
-    """Does the node give its elements another shape, whose sizes it names?"""
+def _reshapes(module: fx.GraphModule, name: str) -> bool:
     node = next(node for node in module.graph.nodes if node.name == name)
-    return operation_of(module, node) in ("view", "reshape", "flatten", "unflatten")
+    return has(operation_of(module, node), Trait.RESHAPES)
 
 
 def _propagated(asked: _Asked, values: dict[str, Any], other: dict[str, Any] | None) -> tuple[Trail, Units]:
@@ -296,7 +297,7 @@ def _propagated(asked: _Asked, values: dict[str, Any], other: dict[str, Any] | N
             found = run(norms | stuck)
             if _pinned(*found) < _pinned(trail, units):
                 trail, units = found
-    # A mask must not have the image's size: what only ties make uniform has one value.
+    # A mask must not depend on the image's size: dimensions that ties make uniform get size 1.
     trail.mixes = [replace(mix, labels=units.narrowed(mix.labels)) for mix in trail.mixes]
     return trail, _keep_unread(trail, units)
 
@@ -304,12 +305,12 @@ def _propagated(asked: _Asked, values: dict[str, Any], other: dict[str, Any] | N
 def _closed(
     asked: _Asked, values: dict[str, Any], other: dict[str, Any] | None, turned: set[str]
 ) -> tuple[Trail, Units]:
-    """Propagate, close the ties, and propagate again where a rule may see more once all ties are known."""
+    """Propagate and close the ties; propagate again if a rule may do better knowing all ties."""
     earlier = None
     key = id(values), frozenset(turned)
-    if key not in asked.facts:
-        asked.facts[key] = Facts(asked.module, values, turned)
-    facts = asked.facts[key]
+    if key not in asked.at_size:
+        asked.at_size[key] = asked.facts.at(values, turned)
+    facts = asked.at_size[key]
     while True:
         run = Propagation(asked.module, values, RULES, earlier, other, turned, asked.mixed_up, facts)
         trail = run.run()
@@ -322,7 +323,7 @@ def _closed(
 
 
 def _chained(trail: Trail, units: Units) -> set[str]:
-    """Group norms that tie each other's groups, so that few groups could go, and the products in `Trail.passed`."""
+    """Group norms that tie each other's groups, so that few groups could go, and the products of `Trail.passed`."""
     members = {name: torch.unique(units.of(labels)) for name, (_, labels) in trail.grouped.items()}
     stuck: set[int] = set()
     for name, (groups, labels) in trail.grouped.items():
@@ -337,7 +338,7 @@ def _chained(trail: Trail, units: Units) -> set[str]:
 
 
 def _stuck(trail: Trail, units: Units) -> set[str]:
-    """Grouped convolutions that tie all their channels together, which must then stay for that alone."""
+    """Grouped convolutions that tie all their channels into one unit, which stays for no other reason."""
     stuck = set()
     for name, (_, sides) in trail.within.items():
         for labels in sides:
@@ -361,7 +362,7 @@ def _read(trail: Trail, units: Units) -> Tensor:
 
 
 def _keep_unread(trail: Trail, units: Units) -> Units:
-    """Pin channels that are read by statistics without mask gradients alone: nothing says what they are worth."""
+    """Pin channels that only statistics without mask gradients read: nothing measures their worth."""
     scored = units.among(mix.labels for mix in trail.mixes if mix.scores) | _read(trail, units)
     mixed = units.among(mix.labels for mix in trail.mixes)
     kept = (mixed & ~scored & ~units.why.pinned(units.count)).nonzero().flatten()

@@ -22,8 +22,8 @@ class Group:
 
     ``consumers`` and ``producers`` are module paths (the weight's name for functional calls); ``pinned`` holds the
     reasons why its units must stay, and is empty if they are free; ``channels`` maps each consumer or producer, as
-    ``(path, "in" | "out")``, to the number of channels that one unit has there. ``limits``: what the user asks of its
-    layers' widths; ``limited``: the permitted counts at which these hold.
+    ``(path, "in" | "out")``, to the number of channels that one unit has there. ``limits``: the user's limits on
+    its layers' widths; ``limited``: the permitted counts within these limits.
     """
 
     name: str
@@ -85,7 +85,7 @@ def _slots_of(trail: Trail, units: Units) -> tuple[_Slots, Tensor]:
         outputs = table.add((layer.path, "out"), units.of(layer.output_channels))
         produced[outputs] = True
     in_layers = table.present.clone()
-    # Learned queries, embeddings, zeros beside channels, and what is selected where positions are taken for channels.
+    # Learned queries, embeddings, zeros beside channels, and selected channels of reshapes that read positions.
     standing = [
         trail.elements[name] if name in trail.elements else trail.slots[name][1]
         for name in trail.free_standing
@@ -101,8 +101,8 @@ def _slots_of(trail: Trail, units: Units) -> tuple[_Slots, Tensor]:
         if name not in layered
         for dim, labels in dims.items()
     }
-    # Units that pass through different norms, or different pieces of a split tensor, must not share a count: it would
-    # not say how many channels each of these keeps, and one could be left with none.
+    # Units of different norms, or of different pieces of a split tensor, must not share a count: it would not
+    # tell how many channels each of these keeps, and one could lose all.
     for name, labels in {**others, **trail.elements, **_pieces(trail)}.items():
         table.add((name, "carry"), narrow_uniform(units.of(labels)).reshape(-1), in_layers)
     return table, (in_layers & ~produced & ~units.why.pinned(count)).nonzero().flatten()
@@ -115,7 +115,7 @@ def _group(
     multiple: int,
     taken: set[str],
 ) -> Group:
-    """Return a group whose name is not ``taken``: that of its first producer, else of its first consumer."""
+    """Return a group, named after its first producer or consumer, with a number if the name is ``taken``."""
     consumers = tuple(path for path, side in channels if side == "in")
     producers = tuple(path for path, side in channels if side == "out")
     base = [*producers, *(f"input of {path}" for path in consumers), *(path for path, _ in channels)][0]
@@ -137,11 +137,6 @@ def _group(
     )
 
 
-def _counted(units: Tensor) -> tuple[Tensor, Tensor]:
-    found, counts = torch.unique(units, return_counts=True)
-    return found, counts
-
-
 class _Slots:
     """How many slots each unit has in each weight: rows (unit, key, count), by which units are compared."""
 
@@ -153,15 +148,15 @@ class _Slots:
 
     def add(self, key: tuple[str, str], units: Tensor, among: Tensor | None = None) -> Tensor:
         """Count the units' slots under a key; returns the distinct units. ``among``: ignore other units."""
-        found, counts = _counted(units)
+        found, counts = torch.unique(units, return_counts=True)
         kept = found >= 0
         if among is not None:
             kept &= among[found.clamp(min=0)]
-        found, counts = found[kept], counts[kept]
-        self._rows.append(torch.stack([found, torch.full_like(found, len(self.keys)), counts]))
+        rows = torch.stack([found, torch.full_like(found, len(self.keys)), counts])[:, kept]
+        self._rows.append(rows)
         self.keys.append(key)
-        self.present[found] = True
-        return found
+        self.present[rows[0]] = True
+        return rows[0]
 
     def alike(self, why: Why) -> list[Tensor]:
         """The units that have a row, in lists of those with the same rows and reasons; each list ascending.
@@ -196,12 +191,12 @@ class _Slots:
 
 def _pieces(trail: Trail) -> dict[str, Tensor]:
     """Tensors that hold part of another tensor's elements: pieces of splits, slices, selections."""
-    found = {}
-    for name in trail.parts:
-        for index, labels in enumerate(leaves_of(trail.labels[name])):
-            if isinstance(labels, Tensor):
-                found[f"{name}[{index}]"] = labels
-    return found
+    return {
+        f"{name}[{index}]": labels
+        for name in trail.parts
+        for index, labels in enumerate(leaves_of(trail.labels[name]))
+        if isinstance(labels, Tensor)
+    }
 
 
 def permitted_counts(size: int, channels_per_unit: Any, multiple: int) -> tuple[int, ...]:

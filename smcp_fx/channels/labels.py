@@ -51,7 +51,7 @@ def at_first(labels: Tensor, keep: Collection[int]) -> Tensor:
 
 
 def reshaped(labels: Tensor, shape: Sequence[int]) -> Tensor:
-    """The labels as `reshape` puts them. Uniform dimensions at either end are left out, as it would copy them."""
+    """The labels, reshaped. Uniform dimensions at either end are left out, because `reshape` would copy them."""
     varied = varied_dims(labels)
     if not varied or not labels.numel():
         return uniform(int(labels.flatten()[0]), shape) if labels.numel() else labels.reshape(shape)
@@ -63,6 +63,21 @@ def reshaped(labels: Tensor, shape: Sequence[int]) -> Tensor:
         labels = labels.narrow(dim, 0, 1)
     ones = [1] * first, [1] * (len(shape) - last)
     return labels.reshape(*ones[0], *shape[first:last], *ones[1]).expand(tuple(shape))
+
+
+def paired(left: Tensor, right: Tensor) -> tuple[Tensor, list[tuple[Tensor, int]]]:
+    """Different labels at equal places, after broadcasting: pairs [2, n]; and labels opposite fixed ones.
+
+    The latter come with the index of the reason of the fixed label.
+    """
+    a, b = (t.reshape(-1) for t in torch.broadcast_tensors(left, right))  # type: ignore[no-untyped-call]
+    pins = []
+    for one, other in ((a, b), (b, a)):
+        met = (one > 0) & (other < 0)
+        for source in torch.unique(other[met]).tolist() if bool(met.any()) else ():
+            pins.append((torch.unique(one[met & (other == source)]), -1 - source))
+    both = (a > 0) & (b > 0) & (a != b)
+    return torch.stack([a[both], b[both]]), pins
 
 
 def uniform(label: int, shape: Sequence[int]) -> Tensor:
@@ -83,5 +98,5 @@ def place(labels: Tensor, shape: tuple[int, ...], dim: int) -> Tensor:
 
 
 def stays(labels: Tensor) -> bool:
-    """Whether one source whose elements always stay wrote all of it."""
+    """Whether a single fixed source wrote the whole tensor."""
     return labels.numel() > 0 and not varied_dims(labels) and int(labels.flatten()[0]) < 0

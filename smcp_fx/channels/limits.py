@@ -18,9 +18,9 @@ _ROUNDING = 1e-9
 
 
 def limit_widths(channels: ChannelGraph, widths: Iterable[str]) -> None:
-    """Take from the groups the counts at which a layer would break one of these limits.
+    """Remove the groups' counts at which a layer would break one of these limits.
 
-    `InputError` for limits that name no layer, that layers cannot meet, or that contradict each other.
+    `InputError` if a limit names no layer, if a layer cannot meet it, or if limits contradict each other.
     """
     for limit in map(WidthLimit.of, widths):
         layers = [layer for layer in channels.layers if names(limit.pattern, layer.path)]
@@ -37,15 +37,15 @@ def limit_widths(channels: ChannelGraph, widths: Iterable[str]) -> None:
 
 
 def _limit(channels: ChannelGraph, limit: WidthLimit, layer: Layer) -> bool:
-    """Limit the groups of a layer's outputs; False where all of these must stay."""
-    labels = torch.unique(layer.output_channels)  # of a recurrent layer each is there once a gate
+    """Limit the groups of a layer's outputs; False if all outputs must stay."""
+    labels = torch.unique(layer.output_channels)  # a recurrent layer has each of them once a gate
     units = channels.units.of(labels)
     of = torch.where(units >= 0, channels.group_of_unit[units.clamp(min=0)], -1)
     found, counts = (values.tolist() for values in torch.unique(of, return_counts=True))
     free = {i: n for i, n in zip(found, counts, strict=True) if i >= 0 and channels.groups[i].free}
     full, open_ = labels.numel(), sum(free.values())
     named = limit.sign == "=" or (limit.sign == ">=" and limit.pattern == layer.path)
-    if named and not limit.is_share and limit.number > full:  # of a pattern's layers, narrow ones stay whole
+    if named and not limit.is_share and limit.number > full:  # narrow layers of a pattern stay whole
         raise InputError(f"widths: {limit.text!r} asks for more than the {full} channels of {layer.path!r}")
     wanted = limit.number * full if limit.is_share else min(limit.number, full)
     for index in free:

@@ -1,7 +1,7 @@
 """Tensors that a forward computes from sizes alone: position encodings of sines, coordinates, decay factors.
 
-Where one meets features it has a value for each of their channels. It is computed at full width, and those of the
-channels that are kept are selected.
+Combined with features, such a tensor has one value a channel. It is computed at full width; then the values of the
+kept channels are selected.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from smcp_fx.tracing.values import OPAQUE, TensorInfo
 def made_tensors(
     module: fx.GraphModule, values: Mapping[str, Any], unread: Collection[str]
 ) -> dict[str, set[str] | None]:
-    """Return the nodes of such computations by name.
+    """Return the nodes of these computations by name.
 
-    Not those of tensors of one value, which are made as wide as needed, unless others are computed from them
-    (`zeros_like(state)`). A node of real or complex numbers that other nodes read comes with those of its users that
-    are of the computation, the rest with None. ``unread``: nodes that do not count as users.
+    Tensors of one value are left out, as they are made as wide as needed, unless another tensor is computed from
+    them (`zeros_like(state)`). If a node of real or complex numbers has readers outside the computation, its users
+    inside are returned with it; other nodes come with None. ``unread``: nodes that do not count as users.
     """
     tensors = {name for name, value in values.items() if _tensors(value)}
     made: dict[fx.Node, bool] = {}
-    touched: set[fx.Node] = set()  # a write into a tensor may show in all tensors that it was made from
+    touched: set[fx.Node] = set()  # a write into a tensor may change all tensors that it was made from
     for node in module.graph.nodes:
         inputs = [n for n in _read(node) if n.name in tensors]
         made[node] = (
@@ -41,7 +41,7 @@ def made_tensors(
         if writes_in_place(node, module):
             _touch(node, tensors, touched)
         if node.target is operator.setitem and not all(made[n] for n in inputs):
-            filled: set[fx.Node] = set()  # with features, from here on
+            filled: set[fx.Node] = set()  # it holds features from here on
             _touch(node.args[0], tensors, filled)
             made.update(dict.fromkeys(filled, False))
             touched |= filled
@@ -58,7 +58,7 @@ def made_tensors(
 
 
 def _read(node: fx.Node) -> list[fx.Node]:
-    """What the node reads the values of: `like.new_zeros(1)` and `x.type_as(like)` ask for a type, no more."""
+    """The operands whose values the node reads: `like.new_zeros(1)` and `x.type_as(like)` only read the type."""
     name = operation_name(node, None)
     if node.op == "call_method" and has(name, Trait.FILLS):
         return [n for n in node.all_input_nodes if n is not node.args[0]]
@@ -68,7 +68,7 @@ def _read(node: fx.Node) -> list[fx.Node]:
 
 
 def _touch(node: fx.Node, tensors: Collection[str], touched: set[fx.Node]) -> None:
-    """Add the node, and the tensors that it is computed from, but not by way of numbers: those hold no memory."""
+    """Add the node and the tensors that it is computed from. Numbers share no memory, so the search ends there."""
     todo = [node]
     touched.add(node)
     while todo:

@@ -4,10 +4,10 @@
     y = conv2d(x.view(1, b * i, h, w), w, groups=b)
     y = bmm(linear(z).view(b, o, i), x)
 
-Such a weight has input and output channels, as a parameter has. They are followed back to the parameters that it is
+Such a weight has input and output channels, like a parameter. They are followed back to the parameters that it is
 computed from, where one dimension may hold several factors, and to tensors with one kind of channels (styles), which
-are tied to it. The input of the generator (routing, a hypernetwork's features) has channels of its own; a parameter's
-remaining dimension has the same ones.
+are tied to it. The generator's input (routing, a hypernetwork's features) has its own channels, and the remaining
+dimension of a parameter has the same channels.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ from smcp_fx.tracing.operations import operation_of
 class Reading:
     """How a layer reads its weight ``result``, of ``images`` images: pairs are of (input, output).
 
-    ``operand``: the place of what it is applied to among the arguments; ``dims``: those of the weight, which has
-    ``shape`` if it is taken for a parameter; ``axes``: those of the operand and of the result.
+    ``operand``: the place of the layer's input among the arguments; ``dims``: the weight's channel dimensions, and
+    ``shape`` its shape as if it were a parameter; ``axes``: the channel dimensions of the input and of the result.
     """
 
     result: fx.Node
@@ -57,7 +57,7 @@ class Reading:
 
 @dataclass
 class Followed:
-    """The tensors that a weight is computed from, or that are computed from one, and their factors."""
+    """The tensors that a weight is computed from, or that are computed from a weight, and their factors."""
 
     parts: dict[fx.Node, Parts] = field(default_factory=dict)  # of nodes with both kinds of channels
     leaves: dict[fx.Node, Parts] = field(default_factory=dict)  # of other tensors that these nodes read
@@ -65,7 +65,7 @@ class Followed:
     mixes: list[tuple[fx.Node, int, Parts, tuple[int, ...]]] = field(default_factory=list)
 
     def describe(self, factors: Factors, nodes: Iterable[fx.Node], leaves: Iterable[fx.Node]) -> None:
-        """Note what is known of these tensors, and of what mixes channels."""
+        """Record the factors of these tensors, and the operations that mix channels."""
         self.parts = {node: factors.parts(node) for node in nodes}
         self.leaves = {node: factors.parts(node) for node in leaves}
         self.mixes = [(node, at, factors.parts(tensor), over) for node, at, tensor, over in factors.mixes]
@@ -77,8 +77,7 @@ class MixedWeight(Followed):
 
     use: fx.Node = field(kw_only=True)
     reading: Reading = field(kw_only=True)
-    parameters: list[fx.Node] = field(default_factory=list)  # read as tensors
-    modules: dict[fx.Node, Parts] = field(default_factory=dict)  # linears: factors of their weight
+    parameters: list[tuple[str, Parts]] = field(default_factory=list)  # names, and factors of each dimension
     #: Products that make a weight of a generator's input: (product, number of the argument, dimension summed).
     reads: list[tuple[fx.Node, int, int]] = field(default_factory=list)
 
@@ -86,15 +85,15 @@ class MixedWeight(Followed):
 class MixedWeights:
     """Finds them in a traced module, by the layer that reads them.
 
-    ``computed``: nodes that compute weights from parameters alone; ``apart``: others that may read what is between;
-    ``turned``: names of layers that mix positions, not channels.
+    ``computed``: nodes that compute a weight from parameters alone, and its name; ``apart``: other nodes that may
+    read the tensors between; ``turned``: names of layers that mix positions, not channels.
     """
 
     def __init__(
         self,
         module: fx.GraphModule,
         values: Mapping[str, Any],
-        computed: Collection[str],
+        computed: Mapping[str, str],
         apart: Collection[fx.Node] = (),
         turned: Collection[str] = (),
     ) -> None:
@@ -103,7 +102,7 @@ class MixedWeights:
         self.order = {node: place for place, node in enumerate(module.graph.nodes)}
 
     def by_layer(self, excluded: Collection[str]) -> dict[fx.Node, MixedWeight]:
-        """All of them, but for layers that read a parameter, or one of the ``excluded`` nodes, as their weight."""
+        """All weights computed from the input. Layers that read a parameter or an ``excluded`` node are left out."""
         weights: dict[fx.Node, MixedWeight] = {}
         for use in (node for node in self.order if node.name not in self.turned):
             for reading in self._readings(use):
@@ -121,7 +120,7 @@ class MixedWeights:
     # ---- layers -----------------------------------------------------------------------------------------
 
     def _readings(self, use: fx.Node) -> Iterator[Reading]:
-        """The ways in which a node may be a layer that reads a weight."""
+        """The ways in which a node may read a weight as a layer."""
         name = operation_of(self.module, use) or ""
         try:
             if use.op == "call_function" and (name.startswith("conv") or name == "linear"):
@@ -169,7 +168,7 @@ class MixedWeights:
 
 
 class _Walk:
-    """The way back from the weight that a layer reads; ``with_input``: follow the channels of a generator's input."""
+    """Follows a layer's weight back; ``with_input``: also the channels of the generator's input."""
 
     def __init__(self, among: MixedWeights, use: fx.Node, reading: Reading, with_input: bool) -> None:
         self.among, self.with_input = among, with_input
@@ -179,7 +178,7 @@ class _Walk:
         self.linears: dict[fx.Node, int] = {}  # the dimension of the weight's rows
 
     def followed(self) -> MixedWeight:
-        """Go back as far as tensors have both kinds of channels, the last nodes first; `UnknownError` if it fails."""
+        """Go back, last nodes first, while tensors have both kinds of channels; `UnknownError` if that fails."""
         among, factors, weight = self.among, self.factors, self.weight
         result = weight.reading.result
         todo, through = {result}, {result}
@@ -201,23 +200,28 @@ class _Walk:
                 todo |= {node, *crossed}
                 continue
             nodes[node] = None
-            if node.op == "get_attr" or node.name in among.computed:
-                weight.parameters.append(node)
-            else:
+            if node.op != "get_attr" and node.name not in among.computed:
                 todo.update({*self._relate(node)} - nodes.keys() - leaves.keys())
         weight.describe(factors, nodes, leaves)
+        for node in nodes:
+            if node.op == "get_attr" or node.name in among.computed:
+                name = among.computed.get(node.name, str(node.target))
+                weight.parameters.append((name, weight.parts[node]))
         for node, dim in self.linears.items():
-            weight.modules[node] = factors.parts(node)[dim], factors.parts(node.args[0])[dim]  # type: ignore[arg-type]
+            rows, columns = factors.parts(node)[dim], factors.parts(node.args[0])[dim]  # type: ignore[arg-type]
+            weight.parameters.append((f"{node.target}.weight", (rows, columns)))
+            if among.module.get_submodule(str(node.target)).bias is not None:
+                weight.parameters.append((f"{node.target}.bias", (rows,)))
         for node, _, tensor, over in factors.mixes:
             summed = operation_of(among.module, node) in PRODUCTS
             if len(factors.kinds(tensor, over) - {node.name}) > (not summed):
                 raise UnknownError
-        if any(len(factors.kinds(leaf)) > 1 for leaf in leaves) or not (weight.parameters or weight.modules):
+        if any(len(factors.kinds(leaf)) > 1 for leaf in leaves) or not weight.parameters:
             raise UnknownError
         return weight
 
     def _relate(self, node: fx.Node) -> list[fx.Node]:
-        """Note which factors a node's result shares with the tensors that it reads; returns these."""
+        """Equate the factors of a node's result with those of its operands; returns the operands."""
         is_module = node.op == "call_module"
         sources = [self._of_module(node)] if is_module else self.factors.relate(node)
         if is_module or operation_of(self.among.module, node) in PRODUCTS:
@@ -229,7 +233,7 @@ class _Walk:
         return sources
 
     def _of_module(self, node: fx.Node) -> fx.Node:
-        """A linear that makes a weight, or a convolution of one position: its rows are the weight's."""
+        """The input of a linear, or of a convolution at one position, whose rows become a weight."""
         name, source = operation_of(self.among.module, node) or "", node.args[0]
         convolves = name.startswith("conv") and "transpose" not in name
         before, made = self.factors.of(source), self.factors.of(node)
@@ -246,7 +250,7 @@ class _Walk:
 
 
 def fold(module: fx.GraphModule, use: fx.Node, values: Mapping[str, Any]) -> list[fx.Node]:
-    """Return what a convolution reads, back to the reshape that may have written a batch's images as one."""
+    """The nodes from a convolution's input back to the reshape that may have merged the batch into one image."""
     path: list[fx.Node] = []
     node = use.args[0]
     while isinstance(node, fx.Node) and node.args and shape_of(node, values)[0] == 1:

@@ -1,4 +1,4 @@
-"""Indexing by tensors: by constants of the model, whose values are known, and by places that are computed."""
+"""Indexing by tensors: by constants of the model, whose values are known, and by computed places."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from smcp_fx.tracing.operations import operation_name
 from smcp_fx.tracing.traits import Trait, has
 from smcp_fx.tracing.values import TensorInfo
 
-#: What reads places: where from, or where to.
+#: Operations that read or write at places.
 _PLACED = set(
     """
 gather getitem indexadd indexcopy indexfill indexreduce indexselect scatter scatteradd scatterreduce takealongdim
@@ -24,7 +24,7 @@ gather getitem indexadd indexcopy indexfill indexreduce indexselect scatter scat
 
 
 def is_index(node: fx.Node) -> bool:
-    """Is what the node makes read as an index alone, moved, copied or not? (Its values are known then, and stay.)"""
+    """Do only indexing operations read the node's result, perhaps moved or copied? (Then its values are kept.)"""
     return all(
         user.target in (operator.getitem, torch.index_select, "index_select")
         if user.args[0] is not node
@@ -35,7 +35,7 @@ def is_index(node: fx.Node) -> bool:
 
 
 def leads_to_places(node: fx.Node) -> bool:
-    """Is what the node makes, moved or not, read as places by something: by an index, or by a scatter?"""
+    """Does any operation read the node's result, perhaps moved, as places: an index, or a scatter?"""
     return any(
         operation_name(user, None) in _PLACED
         if user.args[:1] != (node,)
@@ -45,24 +45,24 @@ def leads_to_places(node: fx.Node) -> bool:
 
 
 def holds_places(value: Tensor, node: fx.Node) -> bool:
-    """Are these integers of the model, which the node reads, places to read or write at, and read otherwise, too?"""
+    """Does the node read integers of the model that serve as places somewhere, and otherwise elsewhere?"""
     return value.dtype in (torch.int64, torch.int32) and leads_to_places(node)
 
 
 def keeps_values(name: str | None) -> bool:
-    """Does the operation return the values that it is given, in another tensor or of another type?"""
+    """Does the operation return the values of its operand, perhaps in a new tensor or another type?"""
     return name == "clone" or has(name, Trait.SAME)
 
 
 def looks_up(table: ParameterRef, index: ConstantRef) -> bool:
-    """Are rows of a parameter looked up over and over? They are no channels then."""
+    """Are rows of a parameter looked up many times? Then they are no channels."""
     return len(table.shape) > 1 and len(index.shape) == 1 and index.shape[0] > table.shape[0]
 
 
 def at_any_place(run: Propagation, call: Call) -> Call:
-    """The call with places that are computed as zeros, where they lie in dimensions without channels.
+    """The call with zeros instead of computed places, if these index dimensions without channels.
 
-    There, all places are alike: relative positions that are worked out from sizes, and looked up in a parameter.
+    All places are equal there: relative positions that are computed from sizes, and looked up in a parameter.
     """
     table = call.args[0]
     if call.name == "indexselect" and isinstance(table, (Tensor, ParameterRef)):
@@ -90,7 +90,7 @@ def at_any_place(run: Propagation, call: Call) -> Call:
 
 
 def _selected(run: Propagation, call: Call) -> Call:
-    """The same of `index_select`."""
+    """The same for `index_select`."""
     dim, index = call.argument(1, "dim"), call.argument(2, "index")
     node = call.node.kwargs.get("index", call.node.args[-1])
     rank = len(call.args[0].shape)
@@ -104,7 +104,7 @@ def _selected(run: Propagation, call: Call) -> Call:
 
 
 def _is_computed(run: Propagation, labels: Tensor, node: fx.Node) -> bool:
-    """Does the node give places, the same for all channels?"""
+    """Does the node compute places that are the same for all channels?"""
     value = run.values[node.name]
     return (
         isinstance(value, TensorInfo)

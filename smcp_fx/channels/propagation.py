@@ -17,7 +17,8 @@ import torch
 from torch import Tensor, fx
 
 from smcp_fx.channels.facts import Facts
-from smcp_fx.channels.labels import compact, narrow_uniform, uniform, varied_dims
+from smcp_fx.channels.labels import compact, narrow_uniform, paired, uniform, varied_dims
+from smcp_fx.channels.sizes import Sizes
 from smcp_fx.channels.trail import (
     INPUT,
     Call,
@@ -32,7 +33,6 @@ from smcp_fx.channels.trail import (
     tensor_leaves,
 )
 from smcp_fx.channels.written_views import written_views
-from smcp_fx.tracing.aliases import written_buffers
 from smcp_fx.tracing.operations import operation_name
 from smcp_fx.tracing.traits import Trait, has
 from smcp_fx.tracing.trees import leaves_of, mapped
@@ -40,9 +40,9 @@ from smcp_fx.tracing.values import OPAQUE, ORIGIN, PASSED_ON, TensorInfo, held
 
 Rule = Callable[["Propagation", Call], Any]
 
-#: Start of the reason when an operation is used in a form that its rule does not handle.
+#: How the reason begins if an operation is called in a form that its rule does not handle.
 UNFIT = "no channel rule fits this form of"
-#: Rules that label tensors of one value themselves, by what these meet.
+#: Rules that label tensors of one value themselves, from the other operands.
 _LABELLING = tuple("bymode indexadd indexcopy indexfill indexreduce recurrent scatter setitem".split())
 
 
@@ -61,12 +61,13 @@ class Propagation:
         facts: Facts | None = None,
     ) -> None:
         self.module, self.values, self.rules, self.turned = module, values, rules, turned
-        self.other = other or {}  # the values at another size of the images
-        self.mixed_up = mixed_up  # movements that take positions for channels
+        self.sizes = Sizes(module, values, other or {})
+        self.mixed_up = mixed_up  # reshapes that read positions as channels
         self.trail = Trail(turned=frozenset(turned))
-        self.blind = False  # whether a rule pinned something because it could not see ties found later
+        self.blind = False  # Did a rule pin channels because it could not see ties that come later?
         self._asked: Counter[str] = Counter()
-        self._alone: list[tuple[int, int]] = []  # the labels of parameters that belong to no layer
+        self._alone: list[tuple[int, int]] = []  # ranges of labels of parameters outside layers
+        self._alone_ends = torch.empty(2, 0)  # the same, in ascending order: the first ones, the last ones
         self.seen: Tensor | None = None
         self.as_tensors: set[str] = set()  # parameters read as weights and also element by element: codebooks
         self.contracted: set[fx.Node] = set()  # products that sum over a block of a matrix: `channels.blocks`
@@ -76,16 +77,13 @@ class Propagation:
             self.trail.count = earlier[0].count
             self.seen = earlier[1]
             self.as_tensors = earlier[0].slots.keys() & earlier[0].elements.keys()
-        self.facts = facts or Facts(module, values, turned)
+        self.facts = facts or Facts(module, values).at(values, turned)
         self.trail.computed = dict(self.facts.described)
-        self.computed, self.mixed = self.facts.computed, self.facts.mixed
-        self.statistics = self.facts.statistics
-        self._written = written_buffers(module)
 
     # ---- labels -----------------------------------------------------------------------------------------
 
     def fresh(self, node: str, count: int) -> Tensor:
-        """Hand out ``count`` new labels on behalf of a node."""
+        """Return ``count`` new labels for a node."""
         key = (node, self._asked[node])
         self._asked[node] += 1
         first, size = self.trail.origins.get(key, (0, -1))
@@ -105,27 +103,21 @@ class Propagation:
         return -1 - self.reason(node, why, kind)
 
     def pin(self, labels: Tensor, node: str, why: str) -> None:
-        """Mark these channels as ones that must stay."""
+        """Record that these channels must stay."""
         kept = torch.unique(narrow_uniform(labels))
         kept = kept[kept > 0]
         if kept.numel():
             self.trail.pins.append((kept, self.reason(node, why)))
 
     def tie(self, left: Tensor, right: Tensor) -> None:
-        """Tie labels of equal shape element by element; what meets a fixed source is pinned."""
-        a, b = (t.reshape(-1) for t in torch.broadcast_tensors(left, right))  # type: ignore[no-untyped-call]
-        both = (a > 0) & (b > 0) & (a != b)
-        if bool(both.any()):
-            a_, b_ = a[both], b[both]
-            if a_.numel() > 2048:  # large tensors often repeat the same pairs
-                single = torch.unique((torch.minimum(a_, b_) << 32) | torch.maximum(a_, b_))
-                a_, b_ = single >> 32, single & 0xFFFFFFFF
-            self.trail.ties.append(torch.stack([a_, b_]))
-        for one, other in ((a, b), (b, a)):
-            met = (one > 0) & (other < 0)
-            if bool(met.any()):
-                for source in torch.unique(other[met]).tolist():
-                    self.trail.pins.append((torch.unique(one[met & (other == source)]), -1 - source))
+        """Tie labels element by element, after broadcasting; labels opposite a fixed source are pinned."""
+        pairs, pins = paired(left, right)
+        if pairs.shape[1] > 2048:  # large tensors often repeat the same pairs
+            single = torch.unique((pairs.amin(0) << 32) | pairs.amax(0))
+            pairs = torch.stack([single >> 32, single & 0xFFFFFFFF])
+        if pairs.numel():
+            self.trail.ties.append(pairs)
+        self.trail.pins += pins
 
     def tie_along(self, labels: Tensor, dim: int) -> Tensor:
         """Tie the labels along a dimension and return them with that dimension uniform."""
@@ -146,21 +138,11 @@ class Propagation:
         """Dimensions along which the labels change, merged by the ties of the earlier run."""
         return varied_dims(self.units(labels))
 
-    def follows_input(self, node: fx.Node, dim: int) -> bool:
-        """Whether the dimension has another size for other images."""
-        here, there = self.values[node.name], self.other.get(node.name)
-        return (
-            isinstance(here, TensorInfo)
-            and isinstance(there, TensorInfo)
-            and len(here.shape) == len(there.shape)
-            and here.shape[dim] != there.shape[dim]
-        )
-
     def of(self, value: Any, along: Collection[int] | None = None) -> Tensor:
-        """Return the labels of a tensor argument, giving a parameter's elements labels on first use.
+        """Return the labels of a tensor argument. The elements of a parameter get labels at its first use.
 
-        ``along``: the parameter's dimensions (counted from the last, -1) that can hold channels, if it is known that
-        the others cannot: a position embedding that is added to tokens has a label per channel, not per element.
+        ``along``: the parameter's dimensions (counted from the last, -1) that can hold channels, if the others
+        cannot: a position embedding that is added to tokens gets one label a channel, not one an element.
         """
         if isinstance(value, ParameterView):
             base = self.of(value.base)
@@ -189,10 +171,10 @@ class Propagation:
         return self.trail.elements[value.name]
 
     def settled(self, labels: Tensor, told: Collection[int]) -> Tensor:
-        """Elements of learned tokens or position embeddings, tied along dimensions that turn out to hold no channels.
+        """Labels of learned tokens or position embeddings, tied along the dimensions that hold no channels.
 
-        ``told``: the dimensions (counted from the last, -1) in which what they meet has channels. Until they meet it,
-        each element of such a parameter has a label of its own.
+        ``told``: the dimensions (counted from the last, -1) in which the other operand has channels. Before that
+        operand is known, each element of such a parameter has its own label.
         """
         varied = [dim - labels.dim() for dim in varied_dims(labels)]
         extra = [dim for dim in varied if dim not in told]
@@ -203,7 +185,7 @@ class Propagation:
         return labels
 
     def met(self, tensors: Iterable[Any]) -> set[int]:
-        """The dimensions (from the last) in which tensors have channels, but for parameters that stand alone."""
+        """The dimensions (from the last) with channels in these tensors; parameters outside layers do not count."""
         return {
             dim - labels.dim()
             for labels in tensors
@@ -212,16 +194,18 @@ class Propagation:
         }
 
     def stand_alone(self, labels: Tensor) -> None:
-        """Note that these are elements of parameters that belong to no layer, or of sums of such."""
+        """Record that these labels belong to parameters outside layers, or to sums of them."""
         core = narrow_uniform(labels)
         self._alone.append((int(core.min()), int(core.max())))
 
     def is_alone(self, labels: Tensor) -> bool:
-        """Whether these are elements of parameters that belong to no layer."""
+        """Whether all these labels belong to parameters outside layers."""
         if not self._alone or not labels.numel():
             return False
         core = narrow_uniform(labels).flatten().contiguous()
-        first, last = torch.tensor(sorted(self._alone)).t().contiguous()
+        if self._alone_ends.shape[1] != len(self._alone):
+            self._alone_ends = torch.tensor(sorted(self._alone)).t().contiguous()
+        first, last = self._alone_ends
         place = torch.searchsorted(first, core, right=True) - 1
         return bool(((place >= 0) & (core <= last[place.clamp(min=0)])).all())
 
@@ -243,7 +227,7 @@ class Propagation:
         return self.facts.names.get(path, path)
 
     def slot(self, parameter: str, dim: int, labels: Tensor) -> Tensor:
-        """Record a parameter's channel slots; a parameter met again has its slots tied. Returns its labels."""
+        """Record the channel slots of a parameter, tied to those recorded before; returns the first labels."""
         slots = self.trail.slots.setdefault(parameter, {})
         if dim in slots:
             self.tie(slots[dim], labels)
@@ -274,7 +258,7 @@ class Propagation:
             kind = "" if ORIGIN in node.meta else INPUT
             source = self.fixed(node.name, node.meta.get(ORIGIN, f"network input {node.name!r}"), kind)
             return self.filled(value, source)
-        if name := self.computed.get(node.name):
+        if name := self.facts.computed.get(node.name):
             return ParameterRef(name, self.trail.computed[name].shape)
         if node.name in self.facts.hidden:
             return None
@@ -298,19 +282,21 @@ class Propagation:
         call = Call(node, operation_name(node, module), tuple(args), dict(kwargs), module, value)
         if call.name != "setitem" and not _has_tensors(value):
             if not has(call.name, Trait.ASKS) and tensor_leaves((args, kwargs)):
-                # A number computed from a tensor's values, or an object that holds tensors out of our sight.
+                # A number computed from a tensor's values, or an object that may hold tensors.
                 returned = bool(node.users) and all(user.op == "output" for user in node.users)
                 self.unknown(call, "reaches the network's output" if returned else None)
             return value  # sizes and other numbers: as recorded
-        self._pin_written_views(call)
+        for view, why in written_views(self.module, node):
+            for labels in tensor_leaves(self.trail.labels[view.name]):
+                self.pin(self.of(labels), node.name, why)
         result = self._ruled(call)
         return mapped(lambda t: compact(t) if isinstance(t, Tensor) else t, result)
 
     def _ruled(self, call: Call) -> Any:
-        """What the operation's rule returns; an operation used in a form that the rule does not handle is unknown."""
+        """The result of the operation's rule. An operation in a form that its rule does not handle is unknown."""
         if OPAQUE in call.node.meta:
             return self.unknown(call, str(call.node.meta[OPAQUE]))
-        rule = self.rules.get(call.name or "")
+        rule = self.rules.get(self.facts.kinds.get(call.node, call.name or ""))
         if rule is None:
             return self.unknown(call)
         if not (has(call.name, Trait.ELEMENTWISE | Trait.JOINS) or str(call.name).startswith(_LABELLING)):
@@ -319,7 +305,7 @@ class Propagation:
             call = replace(call, args=args, kwargs=kwargs)
         try:
             result = rule(self, call)
-        except Exception as error:  # a form that the rule was not written for, whatever it fails on
+        except Exception as error:  # the rule was not written for this form, and may fail anywhere
             said = (str(error).strip().splitlines() or [type(error).__name__])[0]
             return self.unknown(call, f"{UNFIT} {call.name!r} ({said})")
         leaves = leaves_of(result)
@@ -329,27 +315,24 @@ class Propagation:
             return self.unknown(call, f"{UNFIT} {call.name!r} (labels of shapes {shapes}, not {expected})")
         return result
 
-    def _pin_written_views(self, call: Call) -> None:
-        for view, why in written_views(self.module, call.node):
-            for labels in tensor_leaves(self.trail.labels[view.name]):
-                self.pin(self.of(labels), call.node.name, why)
-
     def _made_tensor(self, node: fx.Node, value: Any) -> Any:
-        """Computed from sizes alone: where others read it, it has channels along what it meets."""
+        """A tensor computed from sizes only: it takes the channels of the features that it is combined with."""
         among = self.facts.made[node.name]
         met = None if among is None else self.made(node, value.shape)
         self.trail.made[node.name] = among or set()
         return met or self.filled(value, self.fixed(node.name, constant_made_by(node.name)))
 
     def made(self, node: fx.Node, shape: tuple[int, ...]) -> MadeRef | None:
-        """A tensor that is labelled when it meets something; None where no dimension can hold channels."""
-        told = tuple(dim for dim, size in enumerate(shape) if size > 1 and not self.follows_input(node, dim))
+        """A tensor that gets labels from the other operands of its reader; None if no dimension can hold channels."""
+        told = tuple(
+            dim for dim, size in enumerate(shape) if size > 1 and not self.sizes.follow_input(node, dim)
+        )
         return MadeRef(f"{node.name}()", shape, told) if told else None
 
     def _attribute(self, target: str, value: Any) -> Any:
         if not isinstance(value, TensorInfo):
             return value
-        if not value.is_continuous and target not in self._written:
+        if not value.is_continuous and target not in self.facts.written:
             integers = held(self.module, target).detach().cpu().clone()
             return ConstantRef(self.parameter(target), value.shape, integers)
         return ParameterRef(self.parameter(target), value.shape)
@@ -359,19 +342,19 @@ class Propagation:
         return mapped(lambda v: uniform(label, v.shape) if isinstance(v, TensorInfo) else v, value)
 
     def unknown(self, call: Call, why: str | None = None) -> Any:
-        """Pin everything the call touches; its output always stays."""
+        """Pin all operands and parameters of the call. Its output always stays."""
         why = why or call.unknown
         self.pin_blocks(call.node)
         for leaf in tensor_leaves((call.args, call.kwargs)):
             self.keep(leaf, call.node.name, why)
-        if call.module is not None:  # its parameters stay as they are, also where others share them
+        if call.module is not None:  # other modules may share its parameters
             for name, tensor in (*call.module.named_parameters(), *call.module.named_buffers()):
                 reference = ParameterRef(self.parameter(f"{call.node.target}.{name}"), tuple(tensor.shape))
                 self.keep(reference, call.node.name, why)
         return self.filled(call.value, self.fixed(call.node.name, why))
 
     def keep(self, value: Any, node: str, why: str) -> None:
-        """Pin a whole tensor, if it is one; a parameter without labels for its elements."""
+        """Pin a whole tensor or parameter, without labels for a parameter's elements. Other values are ignored."""
         if isinstance(value, Tensor):
             self.pin(value, node, why)
         if not isinstance(value, ParameterRef):
@@ -390,7 +373,7 @@ def _has_tensors(value: Any) -> bool:
 
 
 def _asks_no_size(node: fx.Node) -> bool:
-    """Does the node ask about a tensor what the number of its channels does not answer?"""
+    """Does the node ask a tensor for something that does not depend on its number of channels?"""
     return node.target == "dim" or (node.target is getattr and node.args[1] in ("ndim", "dtype", "device"))
 
 

@@ -9,10 +9,11 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from smcp_fx.channels.execution import labelled
 from smcp_fx.channels.labels import at_first, compact, stays, uniform, varied_dims
 from smcp_fx.channels.places import is_index, keeps_values
 from smcp_fx.channels.propagation import Propagation, Rule
-from smcp_fx.channels.trail import Call, ConstantRef, ParameterRef, Spread, constant_made_by, tensor_leaves
+from smcp_fx.channels.trail import Call, ConstantRef, Spread, constant_made_by, tensor_leaves
 from smcp_fx.tracing.traits import Trait, has, operations_with
 from smcp_fx.tracing.trees import mapped
 from smcp_fx.tracing.values import TensorInfo
@@ -30,7 +31,7 @@ def elementwise(run: Propagation, call: Call) -> Any:
     if has(call.name, Trait.SAME) and _gives_places(call):
         return run.unknown(call, f"{call.node.name!r} is read as an index")
     leaves = tensor_leaves((call.args, call.kwargs))
-    if call.name in ("typeas", "to"):  # another tensor says which type, no more
+    if call.name in ("typeas", "to"):  # the second tensor only names a type
         leaves = leaves[:1]
     told = {d - t.dim() for t in leaves if isinstance(t, Tensor) for d in varied_dims(t)}
     met = run.met(leaves)
@@ -48,19 +49,19 @@ def _gives_places(call: Call) -> bool:
 
 
 def bring_together(run: Propagation, call: Call, operands: list[Tensor], shape: tuple[int, ...]) -> Tensor:
-    """Labels of the shape for what broadcasting brings together: operands tied, spread ones tied later or pinned.
+    """Labels of the shape for operands that broadcasting brings together: tied now, or tied or pinned later.
 
-    An operand of size 1 wherever another varies is read by every channel, and stays: a spatial attention map times a
-    feature map. One may have size 1 along some of these dimensions only: a gate of [c, 1] times [c, k], a gate behind
-    a pixel shuffle, rows times columns. It goes with the result where channels turn out to lie along the other
-    dimensions, and stays where they lie along those of size 1.
+    An operand with size 1 in all dimensions where another varies is read by every channel, and stays: a spatial
+    attention map times a feature map. An operand may also have size 1 in some of these dimensions only: a gate of
+    [c, 1] times [c, k], a gate behind a pixel shuffle, rows times columns. Once the ties tell where the channels are,
+    it goes with them, or stays if they lie along a dimension where it has size 1.
     """
     padded = [labels.reshape((1,) * (len(shape) - labels.dim()) + labels.shape) for labels in operands]
     stay = [labels for labels in padded if stays(labels)]
     varied = {dim for labels in padded for dim in varied_dims(labels)}
     wide = not varied or any(labels.shape[dim] > 1 for labels in stay for dim in varied)
     if stay and wide and all(stays(labels) or run.is_alone(labels) for labels in padded):
-        # Positions' biases on scores of attention: the elements of such a parameter are no channels.
+        # Biases of positions, added to attention scores: the elements of such a parameter are no channels.
         for labels in padded:
             run.pin(labels, call.node.name, f"meets values that stay in {call.node.name!r}")
         return uniform(int(stay[0].flatten()[0]), shape)
@@ -98,7 +99,7 @@ def bring_together(run: Propagation, call: Call, operands: list[Tensor], shape: 
 
 
 def _merged(run: Propagation, call: Call, cores: list[Tensor], size: list[int]) -> Tensor:
-    """Fresh labels for what meets: one wherever the same labels meet, as in each image of channels in the batch."""
+    """Fresh labels, one for each different combination of the operands' labels: images in a batch share theirs."""
     total = math.prod(size)
     place, count = torch.zeros(total, dtype=torch.int64), 1
     for core in cores:
@@ -111,8 +112,8 @@ def _merged(run: Propagation, call: Call, cores: list[Tensor], size: list[int]) 
 
 
 def choice(run: Propagation, call: Call) -> Any:
-    """What `train()` or `eval()` computed: tied, as an addition ties, and pinned where the two have other shapes."""
-    evaluated, trained = (pytree.tree_flatten(_labelled(run, side)) for side in call.args[1:])
+    """The result of `train()` or of `eval()`: both are tied, as by an addition, or pinned if their shapes differ."""
+    evaluated, trained = (pytree.tree_flatten(labelled(run, side)) for side in call.args[1:])
     effect = all(user.target is call.node.target for user in call.node.users)
     if not call.node.users or (effect and [None] in (evaluated[0], trained[0])):
         return pytree.tree_unflatten(*(evaluated if evaluated[0] != [None] else trained))
@@ -135,23 +136,14 @@ def choice(run: Propagation, call: Call) -> Any:
     return pytree.tree_unflatten(united, evaluated[1])
 
 
-def _labelled(run: Propagation, tree: Any) -> Any:
-    return pytree.tree_map(
-        lambda v: run.of(v) if isinstance(v, (Tensor, ParameterRef)) else v,
-        tree,
-        is_leaf=lambda v: isinstance(v, ParameterRef),
-    )
-
-
 def pooling(run: Propagation, call: Call) -> Any:
-    """Works inside each channel: the spatial dimensions must not tell channels apart."""
+    """Works inside each channel: channels must not lie along the spatial dimensions."""
     labels = run.of(call.argument(0, "input"))
     spatial = _spatial_rank(call)
     for dim in run.varied(labels):
         if dim >= labels.dim() - spatial:
             labels = run.tie_along(labels, dim)
-    labels = at_first(labels, range(labels.dim() - spatial))
-    return mapped(lambda v: compact(labels.expand(v.shape)) if isinstance(v, TensorInfo) else v, call.value)
+    return like(call, at_first(labels, range(labels.dim() - spatial)))
 
 
 def glu(run: Propagation, call: Call) -> Any:
@@ -176,22 +168,12 @@ def _spatial_rank(call: Call) -> int:
 
 
 def constant(run: Propagation, call: Call) -> Any:
-    """Tensors made from nothing stay; they pin what they are added to channel by channel, no more."""
-    return mapped(
-        lambda v: (
-            uniform(
-                run.fixed(call.node.name, constant_made_by(call.node.name)),
-                v.shape,
-            )
-            if isinstance(v, TensorInfo)
-            else v
-        ),
-        call.value,
-    )
+    """Tensors made from numbers stay. They pin only operands with channels that are combined with them one by one."""
+    return run.filled(call.value, run.fixed(call.node.name, constant_made_by(call.node.name)))
 
 
 def triangle(run: Propagation, call: Call) -> Any:
-    """Keeps a part of the last two dimensions, which must not tell channels apart: positions by positions."""
+    """Keeps a part of a matrix of positions: channels must not lie along the last two dimensions."""
     labels = run.of(call.argument(0, "input"), range(-len(call.shape), -2))
     if max(run.varied(labels), default=-1) >= labels.dim() - 2:
         return run.unknown(call, f"{call.node.name!r} keeps a part of a matrix of channels")
@@ -199,13 +181,13 @@ def triangle(run: Propagation, call: Call) -> Any:
 
 
 def one_hot(run: Propagation, call: Call) -> Any:
-    """Ones at places, which stay."""
+    """Ones at computed places. The places stay."""
     run.pin(run.of(call.args[0]), call.node.name, f"channels are mixed by {call.name!r}")
     return constant(run, call)
 
 
 def filled(run: Propagation, call: Call) -> Any:
-    """One value everywhere: labelled when it meets something, along the dimensions that this has channels in."""
+    """One value everywhere: labelled once it is combined with a tensor, along that tensor's channels."""
     return run.made(call.node, call.shape) or constant(run, call)
 
 

@@ -51,7 +51,7 @@ def convolution(run: Propagation, call: Call) -> Any:
 
 
 def _kernel_a_channel(run: Propagation, call: Call, groups: int) -> Any:
-    """A depthwise convolution by kernels that are computed, one a channel: these go with the channels."""
+    """A depthwise convolution with computed kernels, one a channel: the kernels go with the channels."""
     why = _not_plain(run, call, "convolution")
     labels, kernels = (
         run.of(call.argument(0, "input")),
@@ -64,7 +64,7 @@ def _kernel_a_channel(run: Propagation, call: Call, groups: int) -> Any:
         return run.unknown(call, why)
     inputs = channel_labels(run, labels, axis)
     in_one_line = torch.unique(inputs).numel() < channels  # the channels of all images
-    if in_one_line and not run.follows_input(source, axis):
+    if in_one_line and not run.sizes.follow_input(source, axis):
         return run.unknown(call, why)
     for one in kernels:
         if one is not None:
@@ -80,7 +80,7 @@ def _sliding(
     varied: list[int],
     weights: tuple[ParameterRef, ParameterRef | None],
 ) -> Any:
-    """A convolution whose window slides over the channels, of the weights of channel attention (ECA), say."""
+    """A convolution that slides over the channels, as over the weights of channel attention (ECA)."""
     why = f"{call.node.name!r} slides over the channels"
     for parameter in weights:
         run.keep(parameter, call.node.name, why)
@@ -96,7 +96,7 @@ def _sliding(
 
 
 def at_full_width(run: Propagation, call: Call, labels: Tensor, dim: int) -> Any:
-    """What slides over the channels reads all of them, with zeros in the place of those that are not kept."""
+    """Operations that slide over the channels read all of them, with zeros in the place of removed ones."""
     channels = channel_labels(run, labels, dim)
     masked = narrow_uniform(place(channels, tuple(labels.shape), dim))
     run.trail.mixes.append(Mix(call.node.name, 0, masked, "zero"))
@@ -120,7 +120,7 @@ def dense_convolution(
 
 
 def _not_plain(run: Propagation, call: Call, kind: str) -> str:
-    """Why a layer cannot read its weight as layers do."""
+    """Why the weight cannot be treated as a layer's parameter."""
     weight = call.argument(1, "weight")
     if isinstance(weight, ParameterRef) and weight.name in run.trail.elements:
         return f"{weight.name!r} is a layer's weight and is also read as a tensor"
@@ -128,7 +128,7 @@ def _not_plain(run: Propagation, call: Call, kind: str) -> str:
 
 
 def _is_plain(run: Propagation, weight: Any, bias: Any) -> bool:
-    """Are they parameters, the weight of layers alone?"""
+    """Are they parameters, and is the weight read by layers only?"""
     read = isinstance(weight, ParameterRef) and (bias is None or isinstance(bias, ParameterRef))
     return read and weight.name not in run.trail.elements
 
@@ -154,8 +154,8 @@ def dense(
 ) -> Any:
     """A layer with a weight that is a parameter: convolutions, `linear`, `x @ weight`, `weight @ x`, an einsum.
 
-    ``dims``: the weight's dimensions of input and output channels, whatever parameter it is a view of; ``axes``:
-    their dimensions in the input and in the output, of which the others keep their order.
+    ``dims``: the dimensions of input and output channels of the weight, which may be a view of a parameter;
+    ``axes``: their dimensions in the input and in the output. The other dimensions keep their order.
     """
     places = [weight.place(dim % len(weight.shape)) for dim in dims]
     if places[0] is None or places[1] is None:
@@ -165,7 +165,7 @@ def dense(
     labels = run.settled(labels, {axis - labels.dim()})
     varied = run.varied(labels)
     if varied and axis not in varied:
-        # Mixes along a uniform dimension (tokens): the channels elsewhere pass, the weight stays whole.
+        # The layer mixes a dimension without channels (tokens): the channels pass, the weight stays whole.
         for parameter in (weight, bias):
             run.keep(parameter, call.node.name, "mixes along a dimension without channels")
         return labels.narrow(axis, 0, 1).movedim(axis, out_axis).expand(call.shape)
@@ -208,9 +208,9 @@ def record(
     beside: tuple[int, ...] = (),
     read: str = "",
 ) -> None:
-    """Note a layer. ``dims``, ``slots``, ``channels``, ``axes``: (input, output); ``shape``: of the input.
+    """Record a layer. ``dims``, ``slots``, ``channels``, ``axes``: (input, output); ``shape``: of the input.
 
-    ``source``: a parameter of which the weight is computed, also from the input; ``beside``, ``read``: see `Layer`.
+    ``source``: a parameter that the weight is computed from; ``beside``, ``read``: see `Layer`.
     """
     for labels in channels if FROZEN in call.node.meta else ():
         run.pin(labels, call.node.name, str(call.node.meta[FROZEN]))
@@ -244,7 +244,7 @@ def record(
 
 
 def batch_norm(run: Propagation, call: Call) -> Any:
-    """Batch norm carries: each channel is normalised on its own. So do instance norms."""
+    """Batch norms and instance norms carry channels: they normalise each one separately."""
     labels = run.of(call.argument(0, "input"))
     axis = 0 if call.name == "instancenorm" and labels.dim() == _unbatched_rank(call) else 1
     channels = channel_labels(run, labels, axis)
@@ -292,7 +292,7 @@ def embedding(run: Propagation, call: Call) -> Any:
 
 
 def channel_labels(run: Propagation, labels: Tensor, dim: int) -> Tensor:
-    """Labels along ``dim``, 1-D, the other dimensions tied where they vary."""
+    """Labels along ``dim``, 1-D. The other dimensions are tied if they vary."""
     for other in run.varied(labels):
         if other != dim:
             labels = run.tie_along(labels, other)
@@ -300,7 +300,7 @@ def channel_labels(run: Propagation, labels: Tensor, dim: int) -> Tensor:
 
 
 def own_inputs(run: Propagation, call: Call, labels: Tensor) -> Tensor:
-    """Give the slots that read a fixed source labels of their own, pinned for the source's reason."""
+    """Give slots that read a fixed source new labels, pinned for the source's reason."""
     fixed = labels < 0
     if not bool(fixed.any()):
         return labels
@@ -313,7 +313,7 @@ def own_inputs(run: Propagation, call: Call, labels: Tensor) -> Tensor:
 
 
 def renamed(run: Propagation, call: Call, channels: Tensor) -> Tensor:
-    """The same channels under new labels, so that a label tells which layer wrote the values it stands for."""
+    """The same channels under new labels, so that a label identifies the layer that wrote its values."""
     fresh = run.fresh(call.node.name, channels.numel())
     run.tie(fresh, channels)
     return torch.where(channels > 0, fresh, channels)
@@ -342,7 +342,7 @@ def own_values(run: Propagation, call: Call, names: dict[int, str]) -> list[Any]
 
 
 def go_with(run: Propagation, weight: Any, channels: Tensor, dim: int, shape: tuple[int, ...]) -> None:
-    """Dimension ``dim`` of a norm's weight, of the shape, has these channels."""
+    """Tie dimension ``dim`` of a norm's weight, which has this shape, to these channels."""
     if isinstance(weight, ParameterRef):
         run.slot(weight.name, dim, channels)
     elif isinstance(weight, Tensor):

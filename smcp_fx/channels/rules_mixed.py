@@ -1,19 +1,18 @@
 """Channel rules of layers whose weight is computed from the input, and of statistics of layers' weights.
 
-See `channels.mixed_weights` and `channels.weight_statistics`. There, each kind of channels has a name ("in", "out",
-or a product's); here, ``slots`` has the labels of each kind.
+See `channels.mixed_weights` and `channels.weight_statistics`. They give each kind of channels a name ("in", "out",
+or the name of a product); here, ``slots`` holds the labels of each kind.
 """
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Mapping
 from typing import Any
 
 from torch import Tensor, fx
 
-from smcp_fx.channels import rules_layers, rules_products, rules_statistics
+from smcp_fx.channels.facts import MIXTURE, STATISTIC
 from smcp_fx.channels.labels import narrow_uniform, place, varied_dims
 from smcp_fx.channels.mixed_weights import MixedWeight
 from smcp_fx.channels.propagation import Propagation, Rule
@@ -21,27 +20,12 @@ from smcp_fx.channels.rules_elementwise import bring_together
 from smcp_fx.channels.rules_layers import channel_labels, own_inputs, record
 from smcp_fx.channels.rules_statistics import correction, form_of
 from smcp_fx.channels.trail import Call, Mix, Mixed, ParameterRef
-from smcp_fx.channels.weight_factors import NORMS, PRODUCTS, REDUCTIONS, Parts
-from smcp_fx.channels.weight_statistics import WeightStatistics
+from smcp_fx.channels.weight_factors import NORMS, PRODUCTS, Parts
 from smcp_fx.tracing.operations import operation_of
 
 
-def followed(rule: Rule) -> Rule:
-    """The rule, but for weights that are computed from the input, and statistics of weights, that can be followed."""
-
-    @functools.wraps(rule)
-    def ruled(run: Propagation, call: Call) -> Any:
-        if call.node in run.mixed:
-            return mixture(run, call, run.mixed[call.node])
-        if call.node in run.statistics:
-            return statistic(run, call, run.statistics[call.node])
-        return rule(run, call)
-
-    return ruled
-
-
 def pin_read_otherwise(run: Propagation) -> None:
-    """Keep the channels of mixed parameters that something else reads, too."""
+    """Pin the channels of mixed parameters that have other readers, too."""
     trail = run.trail
     for name in trail.mixed_parameters.keys() & (trail.slots.keys() | trail.elements.keys()):
         _pin_parts(run, name, trail.mixed_parameters[name])
@@ -56,8 +40,9 @@ def _pin_parts(run: Propagation, name: str, mixed: Mixed) -> None:
 # ---- layers ---------------------------------------------------------------------------------------------
 
 
-def mixture(run: Propagation, call: Call, weight: MixedWeight) -> Any:
+def mixture(run: Propagation, call: Call) -> Any:
     """Consumes and produces channels; the tensors that the weight is computed from lose the same channels."""
+    weight = run.facts.mixed[call.node]
     reading = weight.reading
     product = (call.name or "") in PRODUCTS.keys() - {"linear"}
     labels = run.of(call.args[reading.operand] if product else call.argument(0, "input"))
@@ -107,24 +92,16 @@ def _of_positions(run: Propagation, call: Call, weight: MixedWeight, labels: Ten
 
 
 def _record_parts(run: Propagation, call: Call, weight: MixedWeight, slots: dict[str, Tensor]) -> list[str]:
-    """Note the channels of all tensors that compute the weight; returns its parameters, the largest first."""
+    """Record the channels of all tensors that compute the weight; returns its parameters, the largest first."""
     for product, operand, dim in weight.reads:
         _read(run, call, product, operand, dim, slots)
     for node, parts in weight.parts.items():
         run.trail.mixed[node.name] = _labelled(parts, slots)
     sizes = {}
-    for node in weight.parameters:
-        name = run.computed.get(node.name) or run.parameter(str(node.target))
-        _parameter(run, name, _labelled(weight.parts[node], slots))
-        sizes[name] = math.prod(run.values[node.name].shape)
-    for node, parts in weight.modules.items():
-        module = run.module.get_submodule(str(node.target))
-        for attribute, dims in (("weight", parts), ("bias", parts[:1])):
-            tensor = getattr(module, attribute)
-            if tensor is not None:
-                name = run.parameter(f"{node.target}.{attribute}")
-                _parameter(run, name, _labelled(dims, slots))
-                sizes[name] = tensor.numel()
+    for name, parts in weight.parameters:
+        name = run.parameter(name)
+        _parameter(run, name, _labelled(parts, slots))
+        sizes[name] = math.prod(part.size for dim in parts for part in dim)
     _leaves(run, call, weight.leaves, slots, f"mixes the kernels of {call.node.name!r}")
     for node, operand, parts, over in weight.mixes:
         operation = operation_of(run.module, node)
@@ -140,7 +117,7 @@ def _read(
     source = product.args[operand]
     assert isinstance(source, fx.Node)
     value = run.trail.labels[source.name]
-    if isinstance(value, (Tensor, ParameterRef)) and not run.follows_input(source, dim):
+    if isinstance(value, (Tensor, ParameterRef)) and not run.sizes.follow_input(source, dim):
         labels = run.of(value, [dim - len(value.shape)])
         if dim in run.varied(labels):
             slots[product.name] = own_inputs(run, call, channel_labels(run, labels, dim))
@@ -149,7 +126,7 @@ def _read(
 def _leaves(
     run: Propagation, call: Call, leaves: Mapping[fx.Node, Parts], slots: Mapping[str, Tensor], why: str
 ) -> None:
-    """Tie tensors with one kind of channels to these. Those without channels, which both kinds read, stay."""
+    """Tie tensors with one kind of channels to ``slots``. Tensors without channels, which both kinds read, stay."""
     for node, parts in leaves.items():
         value = run.trail.labels[node.name]
         kinds = {part.kind for dim in parts for part in dim} & slots.keys()
@@ -168,7 +145,7 @@ def _mixes(
     over: tuple[int, ...],
     slots: Mapping[str, Tensor],
 ) -> None:
-    """Note that the operation mixes the channels that lie in the dimensions ``over`` of an operand."""
+    """Record that the operation mixes the channels along the dimensions ``over`` of an operand."""
     name = call.name or ""
     form = "instead" if name in NORMS else form_of(call)
     if name in PRODUCTS or call.node.op == "call_module":
@@ -189,7 +166,7 @@ def _labelled(parts: Parts, slots: Mapping[str, Tensor]) -> Mixed:
 
 
 def _parameter(run: Propagation, name: str, mixed: Mixed) -> None:
-    """Note a parameter's channels: slots where each dimension has one kind, else the factors of each dimension."""
+    """Record a parameter's channels: as slots if each dimension has one kind, else as factors of each dimension."""
     if not any(len(dim) > 1 and any(isinstance(part, Tensor) for part in dim) for dim in mixed):
         for d, dim in enumerate(mixed):
             if dim and isinstance(dim[0], Tensor):
@@ -211,7 +188,7 @@ def _size(part: Tensor | int) -> tuple[bool, int]:
 
 
 def _plane(parts: Parts, slots: Mapping[str, Tensor], kind: str) -> Tensor:
-    """Labels of one kind of channels, for each element of a tensor of such dimensions."""
+    """Labels of one kind of channels, for each element of a tensor with these factors."""
     flat = [part for dim in parts for part in dim]
     sizes, where = [part.size for part in flat], [1] * len(flat)
     axis = [part.kind for part in flat].index(kind)
@@ -222,16 +199,16 @@ def _plane(parts: Parts, slots: Mapping[str, Tensor], kind: str) -> Tensor:
 # ---- statistics of weights ------------------------------------------------------------------------------
 
 
-def statistic(run: Propagation, call: Call, computed: WeightStatistics) -> Any:
+def statistic(run: Propagation, call: Call) -> Any:
     """A tensor with the channels of one side of a weight, computed from the kept ones of the other side."""
-    slots = {}
+    computed, slots = run.facts.statistics[call.node], {}
     for kind, dim in zip(("in", "out"), computed.dims, strict=True):
         labels = run.trail.slots.get(computed.weight, {}).get(dim)
         if labels is None:
             labels = run.slot(computed.weight, dim, run.fresh(call.node.name, computed.shape[dim]))
         slots[kind] = labels
     run.trail.beside[computed.weight] = computed.dims
-    if call.node is list(computed.ends)[-1]:  # by now, all tensors that it reads have labels
+    if call.node is list(computed.ends)[-1]:  # now all tensors that it reads have labels
         for node, parts in computed.parts.items():
             run.trail.mixed[node.name] = _labelled(parts, slots)
         why = f"meets the weight {computed.weight!r}, of which {call.node.name!r} is made"
@@ -247,9 +224,5 @@ def statistic(run: Propagation, call: Call, computed: WeightStatistics) -> Any:
     return run.filled(call.value, run.fixed(call.node.name, made))
 
 
-RULES: dict[str, Rule] = {
-    name: followed(room.RULES[name])
-    for room in (rules_layers, rules_products, rules_statistics)
-    for name in room.RULES
-    if name.startswith("conv") or name in PRODUCTS or name in REDUCTIONS
-}
+#: Chosen by `Facts`, not by the operation's name.
+RULES: dict[str, Rule] = {MIXTURE: mixture, STATISTIC: statistic}

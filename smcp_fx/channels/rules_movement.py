@@ -1,4 +1,4 @@
-"""Channel rules of operations that only move data: they are executed on the labels as they are."""
+"""Channel rules of operations that only move data: they are executed on the labels."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, fx
 
-from smcp_fx.channels.execution import execute, known_values
+from smcp_fx.channels.execution import execute, known_values, labelled, moved, positions_along
 from smcp_fx.channels.labels import (
     along,
     at_first,
@@ -23,15 +23,15 @@ from smcp_fx.channels.labels import (
 )
 from smcp_fx.channels.places import at_any_place, holds_places, is_index, looks_up
 from smcp_fx.channels.propagation import Propagation, Rule
-from smcp_fx.channels.shuffles import _CHAIN, find_pieces, find_shuffle
+from smcp_fx.channels.shuffles import find_pieces, find_shuffle, rearranges
 from smcp_fx.channels.steadiness import DEPENDS
 from smcp_fx.channels.trail import Call, ConstantRef, MadeRef, ParameterRef, tensor_leaves
 from smcp_fx.channels.weight_views import weight_of
 from smcp_fx.tracing.operations import operation_of
-from smcp_fx.tracing.traits import Trait, operations_with
+from smcp_fx.tracing.traits import Trait, has, operations_with
 from smcp_fx.tracing.trees import leaves_of, mapped
 
-#: What may spread one value over the channels.
+#: Operations that may spread one value over the channels.
 SPREADS = {"expand", "expandas", "broadcastto", "repeat", "tile"}
 _BY_PLACES = {"gather", "takealongdim", "scatter", "scatteradd", "scatterreduce"}
 _PARTS = set(
@@ -48,7 +48,7 @@ _ATTRIBUTES: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 def _hides_channels(call: Call, source: Tensor, result: Any) -> bool:
-    """Has the result channels, but no elements that tell them apart? (A slice without channels has none.)"""
+    """Does the result have channels, but no elements to hold their labels? (A slice without channels has none.)"""
     if not isinstance(result, Tensor) or result.numel():
         return False
     sliced = call.name in ("getitem", "narrow") and result.dim() == source.dim()
@@ -61,7 +61,7 @@ def move(run: Propagation, call: Call) -> Any:
         return _mixed_up(run, call)
     call = at_any_place(run, call)
     unknown = [t for t in tensor_leaves((call.args[1:], call.kwargs)) if not isinstance(t, ConstantRef)]
-    shaped_as = call.name in ("expandas", "viewas", "reshapeas")  # the other tensor's values do not matter
+    shaped_as = call.name in ("expandas", "viewas", "reshapeas")  # only the shape of the other tensor matters
     if isinstance(call.args[0], Tensor) and len(unknown) > int(shaped_as):
         return run.unknown(call, f"{call.name!r} by a tensor whose values are not known")
     if isinstance(call.args[0], ConstantRef) and is_index(call.node):
@@ -74,10 +74,10 @@ def move(run: Propagation, call: Call) -> Any:
         )
     table, index = call.args[0], call.args[1] if len(call.args) > 1 else None
     if isinstance(table, ParameterRef) and isinstance(index, ConstantRef) and looks_up(table, index):
-        # Rows that are looked up over and over (relative positions) are no channels: one label a column.
+        # Rows that are looked up many times (relative positions) are no channels: one label a column.
         run.of(table, range(1 - len(table.shape), 0))
     if isinstance(table, ParameterRef) and call.name in SPREADS and _read_along(run, call.node) == [0]:
-        run.of(table, [-len(table.shape)])  # a kernel has channels along its first dimension alone
+        run.of(table, [-len(table.shape)])  # a kernel's channels lie along its first dimension
     args, kwargs = labelled(run, call.args[:1]) + known_values(call.args[1:]), known_values(call.kwargs)
     args, kwargs = labelled(run, (args, kwargs))
     source = args[0]
@@ -86,7 +86,9 @@ def move(run: Propagation, call: Call) -> Any:
     result = mapped(lambda t: compact(t) if isinstance(t, Tensor) else t, _executed(call, args, kwargs))
     if any(_hides_channels(call, source, part) for part in leaves_of(result)):
         return run.unknown(call, f"{call.name!r} gives a tensor without elements")
-    if call.name in ("reshapeas", "viewas") and isinstance(result, Tensor):  # as many as the other has
+    if call.name in ("reshapeas", "viewas") and isinstance(
+        result, Tensor
+    ):  # their sizes come from the other tensor
         both = {*varied_dims(result), *varied_dims(args[1])}
         run.tie(*(narrow_uniform(labels, keep=list(both)) for labels in (result, args[1])))
     if call.name in SPREADS and isinstance(result, Tensor):
@@ -95,23 +97,23 @@ def move(run: Propagation, call: Call) -> Any:
         run.trail.parts.append(call.node.name)
     if call.name in _PARTS or call.name == "roll":
         _refuse_parts(run, call, source)
-    if call.name in _CHAIN and call.node.name not in run.trail.virtual:
+    if rearranges(call.name) and call.node.name not in run.trail.virtual:
         find_shuffle(run, call)
     if call.node.name in run.trail.virtual:
         return result
-    if call.name in ("view", "reshape", "flatten", "unflatten"):
+    if has(call.name, Trait.RESHAPES):
         result = _folded_into_batch(run, call, source, result)
-    else:  # the numbers of a view follow from the tensor's own size: another size tells whether they matter
+    else:  # (a run at another size tells whether the sizes of a view matter)
         _refuse_numbers(run, call, source)
     return result
 
 
 def _executed(call: Call, args: Any, kwargs: Any) -> Any:
-    """What the movement makes of labels; uniform dimensions are not copied where it is known how they go."""
+    """The movement of the labels. Known operations do not copy uniform dimensions."""
     source = args[0]
     if call.name == "contiguous":
         return source
-    if call.name in ("view", "reshape", "flatten", "unflatten") and math.prod(call.shape) == source.numel():
+    if has(call.name, Trait.RESHAPES) and math.prod(call.shape) == source.numel():
         return reshaped(source, call.shape)
     if call.name == "roll" and call.argument(2, "dims") is not None:
         return execute(call, (narrow_uniform(source), *args[1:]), kwargs).expand(source.shape)
@@ -119,13 +121,13 @@ def _executed(call: Call, args: Any, kwargs: Any) -> Any:
 
 
 def _mixed_up(run: Propagation, call: Call) -> Tensor:
-    """`[b, h * w, c]` taken for `[b, c, h, w]`: what is read stays, and of what is made some channels are selected.
+    """`[b, h * w, c]` read as `[b, c, h, w]`: the operand's channels stay, and channels of the result are selected.
 
-    They lie along the one dimension that has the same size for all images.
+    Those lie along the only dimension that has the same size for all images.
     """
     why = f"{call.node.name!r} takes positions or images for channels: which channels meet there {DEPENDS}"
     run.pin(run.of(call.args[0]), call.node.name, why)
-    steady = [d for d, size in enumerate(call.shape) if size > 1 and not run.follows_input(call.node, d)]
+    steady = [d for d, size in enumerate(call.shape) if size > 1 and not run.sizes.follow_input(call.node, d)]
     if len(steady) != 1:
         return uniform(run.fixed(call.node.name, why), call.shape)
     run.trail.selected.add(call.node.name)
@@ -133,17 +135,17 @@ def _mixed_up(run: Propagation, call: Call) -> Tensor:
 
 
 def _expanded(run: Propagation, call: Call, source: Tensor, result: Tensor, other: Tensor | None) -> Tensor:
-    """One value for all channels has as many of these as what it is spread for, whatever meets it there.
+    """One value that is spread over the channels has one copy for each of the kept ones.
 
-    They lie along the dimension that the other tensor's do, or, where sizes are given, along the one that what reads
-    them says, else along the second one.
+    They lie along the channels of the other tensor; if only sizes are given, along the dimension that the reader
+    tells, else along the second one.
     """
     ahead = result.dim() - source.dim()
     spread = [d for d, n in enumerate(result.shape) if n > 1 and (d < ahead or source.shape[d - ahead] == 1)]
     told = _read_along(run, call.node) if other is None else run.varied(other)
     places = [d for d in spread if d in told]
     uniform = not varied_dims(source)
-    if not uniform or len(places) != 1 or run.follows_input(call.node, places[0]):
+    if not uniform or len(places) != 1 or run.sizes.follow_input(call.node, places[0]):
         if other is not None:
             _tie_expanded(run, source, other)
         return result
@@ -155,7 +157,7 @@ def _expanded(run: Propagation, call: Call, source: Tensor, result: Tensor, othe
 
 
 def _read_along(run: Propagation, node: fx.Node) -> list[int]:
-    """Where the channels are of what is spread: kernels of a depthwise convolution, places to read and write."""
+    """The channel dimensions of a spread tensor: a kernel of a depthwise convolution, places to read and write."""
     for user in node.users:
         name = operation_of(run.module, user)
         if weight_of(user) is node:
@@ -165,12 +167,12 @@ def _read_along(run: Propagation, node: fx.Node) -> list[int]:
             if table is not None and name in ("gather", "takealongdim"):
                 return run.varied(run.of(table))
             rank, along = len(run.values[node.name].shape), int(user.args[1])  # type: ignore[arg-type]
-            return [d for d in range(rank) if d != along % rank and not run.follows_input(node, d)]
+            return [d for d in range(rank) if d != along % rank and not run.sizes.follow_input(node, d)]
     return [1]
 
 
 def _tie_expanded(run: Propagation, source: Tensor, other: Tensor) -> None:
-    """What is expanded to another tensor's shape has its channels where it is of that size already."""
+    """Tie a tensor to the one whose shape it is expanded to, along dimensions that already have that size."""
     labels = other[(0,) * (other.dim() - source.dim())]
     run.tie(source, at_first(labels, [dim for dim, size in enumerate(source.shape) if size > 1]))
 
@@ -191,7 +193,7 @@ def attribute(run: Propagation, call: Call) -> Any:
 
 
 def join(run: Propagation, call: Call) -> Any:
-    """cat, stack and their like, uniform dimensions narrowed first so that they cost nothing."""
+    """cat, stack and similar operations. Uniform dimensions are narrowed first, so that they cost no memory."""
     given = list(call.args[0] if call.args else call.kwargs["tensors"])
     args, kwargs = call.args, call.kwargs
     full = call.shape
@@ -211,14 +213,16 @@ def join(run: Propagation, call: Call) -> Any:
     tensors = [t for t in tensors if t.numel()]
     dim %= len(full)
     if tensors and dim == 0 < len(full) - 1 and all(stays(t) for t in tensors):
-        return tensors[0][(slice(1),) * len(full)].expand(full)  # two images in one batch: no channel differs
+        return tensors[0][(slice(1),) * len(full)].expand(
+            full
+        )  # images joined into a batch: no channel differs
     across = {d for t in tensors for d in varied_dims(t)}
     if len(across) == 1 and dim not in across:
-        # Pieces of space or of tokens, each with the same channels: these go together, and the result is uniform
-        # where it was joined. (Tensors must end up rectangular, whatever is tied later.)
+        # Pieces of space or tokens have the same channels, which go together. The result is uniform along the joined
+        # dimension, so that it stays rectangular whatever is tied later.
         first, *others = (
             narrow_uniform(t, keep=list(across))
-            for t in sorted(tensors, key=run.is_alone)  # theirs come last
+            for t in sorted(tensors, key=run.is_alone)  # parameters outside layers last
         )
         for t in others:
             run.tie(first, t)
@@ -252,7 +256,7 @@ def pad(run: Propagation, call: Call) -> Any:
             run.blind |= several
             for amount, edge in ((max(before, 0), 0), (max(after, 0), -1)):
                 shape[dim] = amount
-                if several:  # heads that go as a whole, each with what is added to it
+                if several:  # whole heads go, each with its padding
                     ends.append(labels.narrow(dim, edge % labels.shape[dim], 1).expand(shape))
                 else:
                     ends.append(along(_added(run, call, amount), shape, dim))
@@ -264,22 +268,17 @@ def pad(run: Propagation, call: Call) -> Any:
 
 
 def _added(run: Propagation, call: Call, amount: int) -> Tensor:
-    """Labels of channels that padding adds: they go with what they are added to, as other channels do."""
+    """Labels of channels that padding adds. They go with the channels that they are combined with."""
     if call.module is None:
         return run.fresh(call.node.name, amount)
     return torch.full((amount,), run.fixed(call.node.name, f"padding added by {call.node.name!r}"))
 
 
-def labelled(run: Propagation, tree: Any) -> Any:
-    """The arguments with parameters replaced by the labels of their elements."""
-    return mapped(lambda v: run.of(v) if isinstance(v, ParameterRef) else v, tree)
-
-
 def _folded_into_batch(run: Propagation, call: Call, source: Tensor, result: Any) -> Any:
-    """Channels folded into the batch: those of equal offsets in each group go together, where there are groups.
+    """Channels folded into the batch: with groups, channels at equal offsets in each group go together.
 
-    Otherwise the batch itself loses some, and its size must be worked out from the input's: one that is written down
-    would be that of the example.
+    Without groups the batch itself loses elements, and its size must follow the input's: a literal size would be that
+    of the example.
     """
     if result.dim() < 2 or source.dim() < 2 or 0 not in varied_dims(result) or 0 in varied_dims(source):
         return result
@@ -297,24 +296,24 @@ def _folded_into_batch(run: Propagation, call: Call, source: Tensor, result: Any
     given = call.node.args[1:]
     first = next(iter(given[0] if given and isinstance(given[0], (tuple, list)) else given), None)
     written = isinstance(first, int) and first >= 0 and call.name in ("view", "reshape")
-    if written or not run.follows_input(call.node, 0):
+    if written or not run.sizes.follow_input(call.node, 0):
         run.pin(source, call.node.name, f"channels are folded into the batch by {call.node.name!r}")
     return result
 
 
 def _refuse_parts(run: Propagation, call: Call, source: Tensor) -> None:
-    """Positions along the channels are written down when they are sliced: pin those in a dimension of other sizes.
+    """Pin channels along a dimension whose size follows the input, as slicing writes positions down as literals.
 
-    `x.view(-1)[: x.numel()]` has the batch in it, and as many positions as the input says.
+    `x.view(-1)[: x.numel()]` has the batch in that dimension.
     """
     start = call.node.args[0]
     if not isinstance(start, fx.Node):
         return
     for dim in run.varied(source):
         size = source.shape[dim]
-        if not run.follows_input(start, dim):
+        if not run.sizes.follow_input(start, dim):
             continue
-        ruler = along(torch.arange(size), source.shape, dim)
+        ruler = positions_along(source.shape, dim)
         args, kwargs = labelled(run, known_values((call.args[1:], call.kwargs)))
         parts = tensor_leaves(execute(call, (ruler, *args), kwargs))
         if call.name in ("roll", "indexselect"):
@@ -329,65 +328,48 @@ def _refuse_parts(run: Propagation, call: Call, source: Tensor) -> None:
 
 
 def _refuse_numbers(run: Propagation, call: Call, source: Tensor) -> None:
-    """Pin channels that are moved by a number which follows the input's size: slicing writes it down.
+    """Pin channels that are moved by a number which follows the input's size, as slicing writes it down.
 
-    `torch.roll(h, h.shape[3], 1)`: with one more, they would be moved elsewhere.
+    `torch.roll(h, h.shape[3], 1)`: a larger image would move them elsewhere.
     """
     numbers = [
-        n for n in call.node.all_input_nodes if type(run.values.get(n.name)) is int and _follows_input(run, n)
+        n
+        for n in call.node.all_input_nodes
+        if type(run.values.get(n.name)) is int and run.sizes.follow_input(n)
     ]
     if not numbers:
         return
-    args, kwargs = call.node.args, call.node.kwargs
 
-    def moved(ruler: Tensor, more: int) -> Any:
-        def operand(node: fx.Node) -> Any:
-            if node in numbers:
-                return run.values[node.name] + more
-            return ruler if node is args[0] else run.trail.labels[node.name]
-
-        found = execute(call, *labelled(run, known_values(fx.node.map_arg((args, kwargs), operand))))
-        parts = [part for part in tensor_leaves(found) if isinstance(part, Tensor)]
+    def places(ruler: Tensor, more: int) -> list[list[int]]:
+        values = {n.name: labelled(run, run.trail.labels[n.name]) for n in call.node.all_input_nodes}
+        values |= {n.name: run.values[n.name] + more for n in numbers}
+        result = moved(run.module, call.node, values, ruler)
+        parts = [part for part in leaves_of(result) if isinstance(part, Tensor)]
         return [narrow_uniform(compact(part)).flatten().tolist() for part in parts]
 
     for dim in run.varied(source):
         if call.name == "pad" and not _pads(call, source.dim() - 1 - dim, numbers):
-            continue  # what it adds beside the channels is no channel
-        ruler = along(torch.arange(source.shape[dim]), source.shape, dim)
+            continue  # it pads a dimension without channels
+        ruler = positions_along(source.shape, dim)
         for more in (1, -1):
             try:
-                other = moved(ruler, more)
+                other = places(ruler, more)
             except (RuntimeError, IndexError, ValueError, TypeError):
                 continue
-            if not all(other):  # nothing is left of it, which tells nothing: `h[:, :, :-n]` with n = 0
+            if not all(other):  # nothing is left to compare: `h[:, :, :-n]` with n = 0
                 continue
-            if other != moved(ruler, 0):
+            if other != places(ruler, 0):
                 why = "moves channels by a number that follows the input's size"
                 run.pin(source, call.node.name, f"{call.node.name!r} {why}")
             break
 
 
 def _pads(call: Call, from_last: int, numbers: list[fx.Node]) -> bool:
-    """Is one of the numbers a padding of the dimension that stands so many before the last?"""
+    """Is one of the numbers a padding of this dimension, counted from the last?"""
     amounts = call.node.args[1] if len(call.node.args) > 1 else call.node.kwargs.get("pad")
     if not isinstance(amounts, (tuple, list)):
         return True
     return any(amount in numbers for amount in amounts[2 * from_last : 2 * from_last + 2])
-
-
-def _follows_input(run: Propagation, node: fx.Node) -> bool:
-    """Was the number computed from one that is another for other images?"""
-    seen, todo = {node}, [node]
-    while todo:
-        number = todo.pop()
-        here, there = run.values.get(number.name), run.other.get(number.name)
-        if type(here) is int and type(there) is int and here != there:
-            return True
-        for given in number.all_input_nodes if type(here) in (int, float, bool) else ():
-            if given not in seen:
-                seen.add(given)
-                todo.append(given)
-    return False
 
 
 RULES: dict[str, Rule] = {

@@ -1,10 +1,9 @@
 """Channel rules of products of two tensors: matmul, bmm, einsum, scaled dot-product attention.
 
-Every dimension of a product is one of three: shared (a batch, attention heads), contracted (summed over), or free
-(of one operand only). A contracted dimension mixes its channels: where they can also be told apart along another
-dimension, they are tied along the contracted one (a head goes as a whole), else those of both operands go together.
-Shared dimensions are tied across the operands, free ones pass. A product with a two-dimensional parameter is a dense
-layer.
+Every dimension of a product is shared (a batch, attention heads), contracted (summed over), or free (of one operand
+only). A contracted dimension mixes its channels. If they also vary along another dimension, they are tied along the
+contracted one (a head goes as a whole); otherwise the channels of both operands go together. Shared dimensions are
+tied across the operands, free ones pass. A product with a two-dimensional parameter is a dense layer.
 """
 
 from __future__ import annotations
@@ -23,49 +22,27 @@ from smcp_fx.channels.rules_elementwise import bring_together
 from smcp_fx.channels.rules_layers import channel_labels, dense
 from smcp_fx.channels.rules_statistics import mix, mix_settled, mixes
 from smcp_fx.channels.trail import Call, ConstantRef, ParameterRef
-from smcp_fx.channels.weight_views import FIRST_FACTOR, named_dims
+from smcp_fx.channels.weight_views import FIRST_FACTOR, factors_in, named_dims
+
+_FORM = "a product of this form has no channel rule"
 
 
-def matmul(run: Propagation, call: Call) -> Any:
-    """`a @ b`, in any of its ranks; with a matrix of parameters on one side, a linear layer."""
-    first = FIRST_FACTOR.get(call.name or "", 0)
-    if len(call.args) < first + 2 or not all(isinstance(a, (Tensor, ParameterRef)) for a in call.args):
-        return run.unknown(call)
-    left, right = call.args[first : first + 2]
-    names, out = named_dims("matmul", None, (len(left.shape), len(right.shape)), len(call.shape))
-    made = _two_operands(run, call, (left, right), names, out)
-    if not first or call.shape != tuple(made.shape):
+def product(run: Propagation, call: Call) -> Any:
+    """Two operands, each dimension once an operand; with a matrix of parameters on one side, a linear layer."""
+    operands = factors_in(call.name, call.args)
+    if not operands or not all(isinstance(one, (Tensor, ParameterRef)) for one in operands):
+        return run.unknown(call, _FORM)
+    try:
+        names, out = named_dims(
+            call.name or "", call.args, call.kwargs, [len(one.shape) for one in operands], len(call.shape)
+        )
+    except ValueError:
+        return run.unknown(call, _FORM)
+    made = _two_operands(run, call, (operands[0], operands[1]), names, out)
+    if call.name not in ("addmm", "baddbmm") or call.shape != tuple(made.shape):
         return made
     told = [dim - made.dim() for dim in varied_dims(made)]
     return bring_together(run, call, [run.of(call.args[0], told), made], call.shape)
-
-
-def tensordot(run: Propagation, call: Call) -> Any:
-    """A product that sums over dimensions of both operands: the einsum that says so."""
-    left, right = call.args[:2]
-    dims = call.argument(2, "dims", 2)
-    if isinstance(dims, int):
-        dims = (range(len(left.shape) - dims, len(left.shape)), range(dims))
-    names, others = [f"x{d}" for d in range(len(left.shape))], [f"y{d}" for d in range(len(right.shape))]
-    for one, other in zip(*dims, strict=True):
-        others[other] = names[one]
-    summed = {names[one] for one in dims[0]}
-    out = [name for name in names + others if name not in summed]
-    return _two_operands(run, call, (left, right), [names, others], out)
-
-
-def einsum(run: Propagation, call: Call) -> Any:
-    """Two operands, each index once an operand; anything else stays."""
-    equation, *operands = call.args
-    if len(operands) == 1 and isinstance(operands[0], (list, tuple)):
-        operands = list(operands[0])
-    try:
-        names, out = named_dims(
-            "einsum", equation, [len(operand.shape) for operand in operands], len(call.shape)
-        )
-    except (ValueError, AttributeError):
-        return run.unknown(call, "an einsum of this form has no channel rule")
-    return _two_operands(run, call, (operands[0], operands[1]), names, out)
 
 
 def _two_operands(
@@ -87,7 +64,7 @@ def _two_operands(
 
 
 def _is_weight(value: Any, run: Propagation) -> TypeGuard[ParameterRef]:
-    """A matrix of parameters, one for all images, that nothing has read element by element."""
+    """Is it a matrix of parameters, the same for all images, that no operation has read element by element?"""
     return (
         isinstance(value, ParameterRef)
         and not isinstance(value, ConstantRef)
@@ -99,7 +76,7 @@ def _is_weight(value: Any, run: Propagation) -> TypeGuard[ParameterRef]:
 
 
 def attention(run: Propagation, call: Call) -> Any:
-    """softmax(q k^T + mask) v: heads go as a whole where all three can tell them apart."""
+    """softmax(q k^T + mask) v: whole heads go if all three operands have separate heads."""
     query, key, value = (call.argument(i, name) for i, name in enumerate(("query", "key", "value")))
     mask = call.argument(3, "attn_mask")
     if not all(isinstance(t, (Tensor, ParameterRef)) for t in (query, key, value)):
@@ -129,7 +106,7 @@ def _product(
     out: list[str],
     shape: tuple[int, ...],
 ) -> Tensor:
-    """Labels of a product whose operands' and result's dimensions are named."""
+    """Labels of a product, given names for the dimensions of the operands and of the result."""
     stacked = stacked_weights.product(run, call, operands, names, out)
     if stacked is not None:
         return stacked
@@ -141,7 +118,7 @@ def _product(
     for this, other in ((0, 1), (1, 0)):
         across = {names[this][d] for d in run.varied(sides[this])}
         if across & shared:
-            # This operand's heads can be told apart: the other's go with them as a whole.
+            # This operand has separate heads: the other's heads go with them, each as a whole.
             told = {names[other][d] for d in run.varied(sides[other])}
             for d in varied_dims(sides[other]) if told & shared else ():
                 if names[other][d] not in shared:
@@ -149,11 +126,11 @@ def _product(
     aligned = [_aligned(labels, own, out) for labels, own in zip(sides, names, strict=True)]
     free = [set(varied_dims(labels)) for labels in aligned]
     if free[0] and free[1] and not free[0] & free[1]:
-        # A matrix of channels by channels, or an outer product: the operand with more channels gives the rows.
+        # A matrix of channels by channels, or an outer product. The operand with more channels becomes the rows.
         less = int(torch.unique(aligned[0]).numel() >= torch.unique(aligned[1]).numel())
         label = 0
         follows = (
-            run.is_alone(labels) or run.follows_input(call.node, dim)
+            run.is_alone(labels) or run.sizes.follow_input(call.node, dim)
             for labels, (dim,) in zip(aligned, free, strict=True)
         )
         if len(free[0]) == len(free[1]) == 1 and len(call.node.all_input_nodes) <= 2 and not any(follows):
@@ -174,10 +151,10 @@ def _contracted(
     out: list[str],
     masked: int = 0,
 ) -> list[Tensor]:
-    """The labels made uniform along the contracted dimensions.
+    """The operands' labels, made uniform along the contracted dimensions.
 
-    Where nothing else tells both operands' channels apart, these go together, and a mask of the operand ``masked``
-    lets the product see the kept ones. Where this is so of one operand alone, they stay.
+    If both operands vary along these only, their channels go together, and a mask of the operand ``masked`` restricts
+    the product to the kept ones. If one operand does, its channels stay.
     """
     first = FIRST_FACTOR.get(call.name or "", 0)
     dims = [{d for d, name in enumerate(own) if name not in out} for own in names]
@@ -213,9 +190,9 @@ def _contracted(
 def _over_block(
     run: Propagation, call: Call, sides: list[Tensor], names: Sequence[list[str]], out: list[str]
 ) -> list[Tensor]:
-    """The operands' labels after a product has summed over one side of a matrix, whose other side is left.
+    """The operands' labels after a product has summed over one side of a matrix; the other side remains.
 
-    A square matrix has the same channels on both sides: no layer may read one of them.
+    The two sides of a square matrix are tied: perhaps no layer reads one of them.
     """
     first = FIRST_FACTOR.get(call.name or "", 0)
     summed = [name for name in names[0] if name in names[1] and name not in out]
@@ -241,7 +218,7 @@ def _over_block(
 def _told(
     run: Propagation, sides: list[Tensor], names: Sequence[list[str]], dims: list[set[int]], this: int
 ) -> set[int]:
-    """The dimensions of an operand, from the last, in which the other one says that there are channels."""
+    """The dimensions of an operand, counted from the last, in which the other operand has channels."""
     labels, other = sides[this], sides[1 - this]
     if run.is_alone(other):
         return {d - labels.dim() for d in dims[this]}
@@ -250,14 +227,14 @@ def _told(
 
 
 def _is_apart(call: Call, first: int, masked: int) -> bool:
-    """Are the operands arguments of their own, and tensors?"""
+    """Are both operands separate arguments, and the masked one a tensor?"""
     operands = call.node.args[first : first + 2]
     apart = len(operands) == 2 and all(isinstance(operand, fx.Node) for operand in operands)
     return apart and isinstance(call.args[first + masked], Tensor)
 
 
 def _aligned(labels: Tensor, names: list[str], out: list[str]) -> Tensor:
-    """The labels with the result's dimensions in its order; size 1 where the operand lacks one."""
+    """The labels with the result's dimensions in their order, of size 1 if the operand lacks one."""
     for d in reversed(range(len(names))):
         if names[d] not in out:
             labels = labels.select(d, 0)
@@ -270,12 +247,6 @@ def _aligned(labels: Tensor, names: list[str], out: list[str]) -> Tensor:
 
 
 RULES: dict[str, Rule] = {
-    "matmul": matmul,
-    "bmm": matmul,
-    "mm": matmul,
-    "addmm": matmul,
-    "baddbmm": matmul,
-    "einsum": einsum,
-    "tensordot": tensordot,
+    **dict.fromkeys(FIRST_FACTOR, product),
     "scaleddotproductattention": attention,
 }

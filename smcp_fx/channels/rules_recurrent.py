@@ -1,8 +1,8 @@
-"""Channel rules of recurrent layers: what they read, and their hidden sizes.
+"""Channel rules of recurrent layers: their inputs, and their hidden sizes.
 
 A hidden unit is a row of each gate in both weights and biases, a column of the recurrent weight, and a channel of
-the output. Its removal leaves the others as they are once they no longer read it. `torch.nn` has one hidden size a
-module, so the units of all layers and directions go together.
+the output. Its removal changes no other unit, as these no longer read it. `torch.nn` has one hidden size a module, so
+the units of all layers and directions go together.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from smcp_fx.tracing.values import TensorInfo
 
 
 def recurrent_weight(run: Propagation, call: Call) -> Any:
-    """The layer itself says what its weights read."""
+    """The rule of the layer itself records its weights."""
     return run.filled(call.value, run.fixed(call.node.name, "a weight of a recurrent layer"))
 
 
@@ -71,7 +71,7 @@ def _placed(info: Any, hidden: Tensor, ways: int) -> Any:
 def _record(
     run: Propagation, read: fx.Node, name: str, channels: tuple[Tensor, Tensor], positions: tuple[int, ...]
 ) -> None:
-    """Note a weight as a layer of its own: rows by columns, once a position."""
+    """Record a weight as a separate layer: rows by columns, once a position."""
     inputs, outputs = (labels.numel() for labels in channels)
     made = TensorInfo((*positions, outputs), run.values[read.name].dtype)
     call, weight = Call(read, None, (), {}, None, made), ParameterRef(name, (outputs, inputs))

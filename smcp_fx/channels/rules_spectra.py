@@ -14,7 +14,7 @@ from smcp_fx.channels.trail import Call
 
 
 def transform(run: Propagation, call: Call) -> Any:
-    """Mixes along the dimensions that are transformed; channels elsewhere pass."""
+    """Mixes along the transformed dimensions. Channels along other dimensions pass."""
     labels = run.of(call.argument(0, "input"))
     dims = _transformed(call, labels.dim())
     uniform = mix(run, call, labels, dims)

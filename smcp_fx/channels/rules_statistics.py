@@ -1,8 +1,8 @@
-"""Channel rules of what mixes channels: norms over channels, reductions, softmax.
+"""Channel rules of operations that mix channels: norms over channels, reductions, softmax.
 
-What mixes channels sees the kept ones alone, masked and sliced alike; then slicing is exact. Each such operation is
-noted (`Mix`), for masks to be given to it. Where channels can also be told apart along a dimension that is not mixed
-(attention heads, the branches of a sum over stacked tensors), they are tied along the mixed one instead.
+These operations see only the kept channels, masked as well as sliced; then slicing is exact. Each is recorded (`Mix`)
+and gets masks later. If channels also vary along a dimension that is not mixed (attention heads, the branches of a
+sum over stacked tensors), they are tied along the mixed one instead.
 """
 
 from __future__ import annotations
@@ -29,11 +29,9 @@ from smcp_fx.channels.rules_layers import (
     renamed,
 )
 from smcp_fx.channels.trail import Call, Mix, ParameterRef, tensor_leaves
-from smcp_fx.tracing.trees import mapped
-from smcp_fx.tracing.values import TensorInfo
 
-#: How a reduction is told which channels it may see; those that are not here find places among the channels, or sort
-#: them, and keep all of them.
+#: How a reduction is restricted to the kept channels. Reductions that return places among the channels, or sort them,
+#: are not here: they keep all channels.
 _FORMS = {
     **dict.fromkeys(("sum", "nansum", "norm", "vectornorm", "cumsum"), "zero"),
     **dict.fromkeys(("mean",), "mean"),
@@ -46,10 +44,10 @@ _REDUCTIONS = {*_FORMS, *"argmax argmin all any nanmean median".split()} - {"cum
 
 
 def mix(run: Propagation, call: Call, labels: Tensor, dims: set[int]) -> Tensor | None:
-    """Tie along ``dims`` where they vary; None when they alone vary, so that tying would be one unit.
+    """Tie labels that vary along ``dims``; None if they vary nowhere else, as the ties would leave one unit.
 
-    In which dimensions a parameter that stands alone has channels is told by what it meets, which the second run
-    knows; if it meets none, or is normalised, in these.
+    The channel dimensions of a parameter outside layers follow from the tensors that it is combined with, which the
+    second run knows. If there are none, or if the parameter is normalised, they are ``dims``.
     """
     varied = set(run.varied(labels))
     if varied & dims and varied - dims and run.is_alone(labels):
@@ -61,7 +59,7 @@ def mix(run: Propagation, call: Call, labels: Tensor, dims: set[int]) -> Tensor 
 
 
 def mix_settled(run: Propagation, labels: Tensor, dims: set[int]) -> Tensor | None:
-    """The same where it is known in which dimensions the labels have channels."""
+    """The same for labels whose channel dimensions are known."""
     varied = run.varied(labels)
     inside = [dim for dim in varied if dim in dims]
     if not inside:
@@ -77,25 +75,15 @@ def mix_settled(run: Propagation, labels: Tensor, dims: set[int]) -> Tensor | No
     return labels
 
 
-def knows_other_sides(run: Propagation) -> bool:
-    """Whether the other values are those of larger or smaller images, not only of more."""
-    return any(
-        run.follows_input(node, dim)
-        for node in run.module.graph.nodes
-        if node.op == "placeholder" and isinstance(run.values[node.name], TensorInfo)
-        for dim in range(2, len(run.values[node.name].shape))
-    )
-
-
 def as_image(run: Propagation, call: Call, labels: Tensor, dims: set[int]) -> Tensor:
-    """Of images whose channels lie in space, too (pixel shuffle): those of one channel, where channels are mixed.
+    """Labels of images with channels in space, too (pixel shuffle), tied over space before channels are mixed.
 
-    What has one size for all images is no space: branches times groups times channels (ResNeSt).
+    A dimension with the same size for all images is no space: branches times groups times channels (ResNeSt).
     """
     if labels.dim() == 4 and dims in ({1}, {3}) and run.varied(labels) == [1, 2, 3]:
         space, source = {1, 2, 3} - dims, call.node.args[0]
-        fixed = (isinstance(source, fx.Node) and not run.follows_input(source, dim) for dim in space)
-        if not (knows_other_sides(run) and all(fixed)):
+        fixed = (isinstance(source, fx.Node) and not run.sizes.follow_input(source, dim) for dim in space)
+        if not (run.sizes.sides_differ and all(fixed)):
             for dim in space:
                 labels = run.tie_along(labels, dim)
     return labels
@@ -104,22 +92,22 @@ def as_image(run: Propagation, call: Call, labels: Tensor, dims: set[int]) -> Te
 def mixes(
     run: Propagation, call: Call, labels: Tensor, form: str, operand: int = 0, options: tuple[Any, ...] = ()
 ) -> None:
-    """Note that the operation mixes these channels of an operand."""
+    """Record that the operation mixes these channels of an operand."""
     pin_in_batch(run, call, labels, operand)
     run.trail.mixes.append(Mix(call.node.name, operand, narrow_uniform(labels), form, options))
 
 
 def pin_in_batch(run: Propagation, call: Call, labels: Tensor, operand: int = 0) -> None:
-    """Keep channels that lie along a dimension of other sizes for other inputs: a mask has one length."""
+    """Pin channels along a dimension whose size follows the input, as a mask has a fixed length."""
     source = call.node.args[operand] if len(call.node.args) > operand else None
-    if isinstance(source, fx.Node) and any(run.follows_input(source, dim) for dim in run.varied(labels)):
+    if isinstance(source, fx.Node) and any(run.sizes.follow_input(source, dim) for dim in run.varied(labels)):
         run.pin(
             labels, call.node.name, f"channels that {call.name!r} mixes lie along the batch, or along space"
         )
 
 
 def bilinear(run: Propagation, call: Call) -> Any:
-    """A layer of two inputs: its weight has the second's mask, and the first's channels are masked before it."""
+    """A layer of two inputs: its weight takes the second input's mask; the first input is masked before the layer."""
     if call.module is None:
         return run.unknown(call, "a bilinear layer that is no module")
     first, second = (run.of(call.argument(place, f"input{place + 1}")) for place in (0, 1))
@@ -138,7 +126,7 @@ def bilinear(run: Propagation, call: Call) -> Any:
 
 
 def neighbours(run: Propagation, call: Call) -> Any:
-    """Normalises each channel by those beside it."""
+    """Normalises each channel by its neighbours."""
     labels = run.of(call.argument(0, "input"))
     varied = run.varied(labels)
     if varied != [1]:
@@ -147,7 +135,7 @@ def neighbours(run: Propagation, call: Call) -> Any:
 
 
 def reduction(run: Propagation, call: Call) -> Any:
-    """Reduces over dimensions: one value of the kept channels, where these alone tell channels apart."""
+    """Reduces over dimensions: to one value of the kept channels, if channels vary along these dimensions only."""
     labels = run.of(call.argument(0, "input"))
     if call.name in ("max", "min"):
         other = call.argument(1, "other")
@@ -181,7 +169,7 @@ def _made_of_channels(run: Propagation, call: Call) -> int:
 
 
 def form_of(call: Call) -> str | None:
-    """How the operation is told which channels it may see; None where it has another form."""
+    """How the operation is restricted to the kept channels; None for a form that cannot be."""
     if call.node.kwargs.get("out") is not None:
         return None
     if call.name in ("max", "min") and isinstance(call.value, tuple) and not _reads_values_alone(call):
@@ -195,14 +183,14 @@ def form_of(call: Call) -> str | None:
 
 
 def _reads_values_alone(call: Call) -> bool:
-    """Of a maximum and its place: is the maximum all that is read?"""
+    """Of a maximum and its place: is only the maximum read?"""
     # `values, _ = x.max(1)` takes both, and reads one.
     users = [user for user in call.node.users if user.users or user.target is not operator.getitem]
     return all(user.op == "call_function" and user.args[1:] in ((0,), ("values",)) for user in users)
 
 
 def correction(call: Call) -> int:
-    """What the divisor of a variance is less than the number of elements."""
+    """The correction of a variance: the number of elements minus the divisor."""
     unbiased = call.argument(2, "unbiased", True)
     if len(call.args) > 1 and isinstance(call.args[1], bool):  # `x.std(False)`, over all dimensions
         unbiased = call.args[1]
@@ -211,7 +199,7 @@ def correction(call: Call) -> int:
 
 
 def cosine_similarity(run: Propagation, call: Call) -> Any:
-    """A product that sums over a dimension, over the lengths of both: these go together where it has channels."""
+    """A product that sums over a dimension, divided by both norms. Channels along that dimension go together."""
     inputs = [call.argument(0, "x1"), call.argument(1, "x2")]
     dim = int(call.argument(2, "dim", 1))
     sides = [run.of(one) for one in inputs]
@@ -228,7 +216,7 @@ def cosine_similarity(run: Propagation, call: Call) -> Any:
 
 
 def cdist(run: Propagation, call: Call) -> Any:
-    """Distances of the rows of two tensors: their channels, which it sums over, go together."""
+    """Distances between the rows of two tensors. It sums over their channels, which go together."""
     sides = [run.of(call.argument(0, "x1"), {-1}), run.of(call.argument(1, "x2"), {-1})]
     settled = [run.settled(labels, {-1}) for labels in sides]
     if len(call.node.args) < 2 or any(
@@ -269,19 +257,19 @@ def softmax(run: Propagation, call: Call) -> Any:
 
 
 def ranked(run: Propagation, call: Call) -> Any:
-    """Sorts along one dimension, or picks from it: channels elsewhere pass."""
+    """Sorts along one dimension, or picks from it. Channels along other dimensions pass."""
     labels = run.of(call.argument(0, "input"))
     dim = int(call.argument(2 if call.name in ("topk", "kthvalue") else 1, "dim", -1)) % labels.dim()
     mixed = mix(run, call, labels, {dim})
     return (
         run.unknown(call, f"channels are mixed by {call.name!r}")
         if mixed is None
-        else _along(call, mixed, dim)
+        else like(call, mixed.narrow(dim, 0, 1))
     )
 
 
 def gathered(run: Propagation, call: Call) -> Any:
-    """Each channel is read along another dimension, at places of its own or at those of all."""
+    """Reads each channel along another dimension, at its own places or at places common to all."""
     labels, dim, index = run.of(call.argument(0, "input")), call.argument(1, "dim"), call.argument(2, "index")
     dim = int(dim) % labels.dim()
     mixed = mix(run, call, labels, {dim})
@@ -296,13 +284,6 @@ def gathered(run: Propagation, call: Call) -> Any:
     return bring_together(run, call, [compact(read.expand(shape)), run.of(index)], shape)
 
 
-def _along(call: Call, labels: Tensor, dim: int) -> Any:
-    """Labels that are uniform along the dimension, for results of other sizes there."""
-    return mapped(
-        lambda v: labels.narrow(dim, 0, 1).expand(v.shape) if isinstance(v, TensorInfo) else v, call.value
-    )
-
-
 def layer_norm(run: Propagation, call: Call) -> Any:
     """Normalises over dimensions, by the kept channels' statistics. So does RMS norm."""
     labels = run.of(call.argument(0, "input"))
@@ -313,7 +294,7 @@ def layer_norm(run: Propagation, call: Call) -> Any:
     labels = as_image(run, call, labels, dims)
     tied = mix(run, call, labels, dims)
     if tied is not None:
-        # Channels that can be told apart elsewhere, too (heads), go with all that is normalised.
+        # Channels that also vary along another dimension (heads) go with all elements that are normalised.
         for weight in (_shape_of(run, call, shape), *own_values(run, call, names)):
             run.keep(weight, call.node.name, "weight of a layer norm")
         return tied
@@ -326,9 +307,9 @@ def layer_norm(run: Propagation, call: Call) -> Any:
 
 
 def group_norm(run: Propagation, call: Call) -> Any:
-    """Many groups of few channels go as a whole; of few groups of many, channels of equal places in each group go.
+    """Many small groups: whole groups go. Few large groups: channels at equal places in each group go.
 
-    So they do where whole groups would leave no choice, as in a U-Net whose concats are normed in other groups.
+    The latter holds, too, if whole groups would leave no choice: a U-Net whose concats are normed in other groups.
     """
     labels = run.of(call.argument(0, "input"))
     groups = int(call.option(1, "num_groups"))
@@ -348,9 +329,9 @@ def group_norm(run: Propagation, call: Call) -> Any:
 
 
 def batch_norm(run: Propagation, call: Call) -> Any:
-    """Carries, or normalises over channels that lie among its positions, as the gates of triplet attention do.
+    """Carries channels, or normalises over channels that lie among its positions, as in triplet attention.
 
-    In training the kept positions give the statistics; in evaluation each value is normalised on its own.
+    In training, the statistics are of the kept positions; in evaluation, each value is normalised separately.
     """
     labels = run.of(call.argument(0, "input"))
     varied = run.varied(labels)
@@ -369,7 +350,7 @@ def batch_norm(run: Propagation, call: Call) -> Any:
 
 
 def _shape_of(run: Propagation, call: Call, shape: tuple[int, ...]) -> ParameterRef | None:
-    """What a module says of its shape, which all its calls share, as if it were a weight."""
+    """A module's `normalized_shape`, which all its calls share, as if it were a weight."""
     return None if call.module is None else ParameterRef(f"{call.node.target}.normalized_shape", shape)
 
 

@@ -1,4 +1,4 @@
-"""Channel rules of what gathers windows or points of each channel: unfold, fold, grids, max-unpooling."""
+"""Channel rules of operations on windows or points of each channel: unfold, fold, grids, max-unpooling."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from smcp_fx.channels.trail import Call, MadeRef, ParameterRef, tensor_leaves
 
 
 def unfold(run: Propagation, call: Call) -> Any:
-    """Windows of each channel stand behind one another, channel by channel; `x.unfold(dim, ...)` adds a dimension."""
+    """Lays out the windows channel by channel; `x.unfold(dim, ...)` adds a dimension instead."""
     labels = run.of(call.argument(0, "input"))
     if call.node.op == "call_method":
         return _windows_of_one_dimension(run, call, labels)
@@ -65,7 +65,7 @@ def boxes_of(run: Propagation, call: Call) -> Any:
 
 
 def carried(run: Propagation, call: Call) -> Any:
-    """What Python has cut out of several maps, whose channels go together: see `regions.carriers`."""
+    """Tensors that Python code cuts out of several maps, whose channels go together: see `regions.carriers`."""
     first, *others = (channel_labels(run, run.of(given), 1) for given in call.args[1:])
     for other in others:
         run.tie(first, other)
@@ -73,7 +73,7 @@ def carried(run: Propagation, call: Call) -> Any:
 
 
 def deformable(run: Propagation, call: Call) -> Any:
-    """A convolution whose points are moved: groups of channels have offsets of their own, which all of these read."""
+    """A convolution at displaced points. Each group of channels has its own offsets."""
     source, weight, offset, mask, bias = call.args[:5]
     for given in (offset, mask):
         run.pin(run.of(given), call.node.name, f"tells {call.node.name!r} where all channels are read")
@@ -81,7 +81,7 @@ def deformable(run: Propagation, call: Call) -> Any:
     labels = place(inputs, tuple(source.shape), 1)
     rows = inputs.reshape(run.of(offset).shape[1] // (2 * math.prod(weight.shape[2:])), -1)
     run.tie(rows, rows[:1].expand_as(rows))
-    # Where there is no bias, torchvision makes zeros in its place.
+    # Without a bias, torchvision passes zeros.
     made = not isinstance(bias, ParameterRef) or isinstance(bias, MadeRef)
     weights = (weight, None if made else bias)
     found = dense_convolution(run, call, labels, weights, inputs.numel() // weight.shape[1])

@@ -1,8 +1,8 @@
-"""Channel rules of writes at places that are the same for all channels: by index, by scatter.
+"""Channel rules of writes at places common to all channels: by index, by scatter.
 
     canvas[:, :, rows] = y      m[:, :, ::2, 1::2] = 0      zeros.index_add(1, nodes, messages)
 
-What is written goes with the channels that it is written into.
+Written values go with the channels that they are written into.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def written(run: Propagation, call: Call) -> Any:
     elif told:
         labels = run.of(target, told)
     else:
-        dims = set(target.told)  # nothing says yet which of them hold channels
+        dims = set(target.told)  # any of these may hold channels
     if any(parts[dim] != _EVERYWHERE for dim in dims):
         return run.unknown(call, f"{call.node.name!r} {_APART}")
     for part in parts:
@@ -68,7 +68,7 @@ def _parts(index: Any, rank: int) -> list[Any] | None:
 
 
 def _beside(run: Propagation, source: Any, parts: list[Any]) -> Tensor | None:
-    """Labels of what is written, with the dimensions of what it is written into; None of a number."""
+    """Labels of the written tensor, with the dimensions of the target; None for a number."""
     if not isinstance(source, (Tensor, ParameterRef)):
         return None
     labels = run.of(source)
@@ -81,7 +81,7 @@ def _beside(run: Propagation, source: Any, parts: list[Any]) -> Tensor | None:
 
 
 def scattered(run: Propagation, call: Call) -> Any:
-    """Writes or adds values at places along one dimension, which tells no channels apart."""
+    """Writes or adds values at places along one dimension, which must not hold channels."""
     target, dim, index = call.argument(0, "input"), call.argument(1, "dim"), call.argument(2, "index")
     source = call.argument(3, "source", call.argument(3, "src", call.argument(3, "value")))
     rank = len(call.shape)

@@ -2,39 +2,37 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 
-from smcp_fx.channels.execution import execute
-from smcp_fx.channels.labels import along, at_first, compact, varied_dims
+from smcp_fx.channels.execution import moved, positions_along
+from smcp_fx.channels.labels import at_first, compact, varied_dims
 from smcp_fx.channels.propagation import Propagation
 from smcp_fx.channels.trail import Call, Shuffle
 from smcp_fx.tracing.operations import operation_name
+from smcp_fx.tracing.traits import Trait, has
 from smcp_fx.tracing.values import TensorInfo
-
-#: Moves of one tensor that keep every element: a chain of them may be a channel shuffle.
-_CHAIN = {"view", "reshape", "transpose", "permute", "flatten", "unflatten", "movedim", "contiguous", "t"}
 
 
 def find_shuffle(run: Propagation, call: Call) -> None:
     """Recognise a chain of movements that permutes one axis of its root and leaves the shape as it was.
 
-    The tensors between are then never seen by anyone, and need not stay rectangular when channels go: the
-    chain is replaced by one ``index_select``. Tying them instead would chain all units of a ShuffleNet into
-    one.
+    The chain is replaced by one ``index_select``, so the tensors inside need not stay rectangular when channels go.
+    Ties inside the chain would join all units of a ShuffleNet into one.
     """
     chain: list[fx.Node] = [call.node]
     root = call.node.args[0]
     environment = run.trail.labels
     while isinstance(root, fx.Node) and isinstance(environment.get(root.name), Tensor):
         if root.name in run.trail.virtual:
-            return  # inside a chain already: nothing may start there
+            return  # a chain must not start inside another
         labels = environment[root.name]
         if len(chain) > 1 and labels.shape == torch.Size(call.shape) and _records(run, root, chain, labels):
             return
-        ends_another = root.name in run.trail.shuffles  # becomes one node, which this chain may start from
+        ends_another = root.name in run.trail.shuffles  # it becomes one node, from which this chain may start
         if ends_another or not _moves_only(run, root) or len(root.users) > 1:
             return
         if not isinstance(root.args[0], fx.Node):
@@ -44,10 +42,10 @@ def find_shuffle(run: Propagation, call: Call) -> None:
 
 
 def find_pieces(run: Propagation, call: Call) -> None:
-    """Recognise a chain that folds channels into the batch and ends in pieces, each some channels of its root.
+    """Recognise a chain that folds channels into the batch and ends in pieces, which hold channels of its root.
 
     ``x.reshape(b * c // 2, 2, h * w).permute(1, 0, 2).reshape(2, b, c // 2, h, w)``, of which ``[0]`` and ``[1]`` are
-    read (ShuffleNetV2+). Asked at its first movement, before channels are tied in the batch.
+    read (ShuffleNetV2+). Called at the first movement, before channels are tied in the batch.
     """
     chain, root = [call.node], call.node.args[0]
     assert isinstance(root, fx.Node)
@@ -58,7 +56,7 @@ def find_pieces(run: Propagation, call: Call) -> None:
         return
     orders = [order for end in ends if (order := _order(run, [*chain, end], labels)) is not None]
     dims = {dim for dim, _ in orders}
-    if len(orders) < len(ends) or dims != set(varied_dims(labels)) or run.follows_input(root, min(dims)):
+    if len(orders) < len(ends) or dims != set(varied_dims(labels)) or run.sizes.follow_input(root, min(dims)):
         return
     for end, (dim, line) in zip(ends, orders, strict=True):
         run.trail.shuffles[end.name] = Shuffle(root.name, dim, line, tuple(n.name for n in chain))
@@ -71,42 +69,42 @@ def _picks(run: Propagation, node: fx.Node) -> bool:
 
 def _records(run: Propagation, root: fx.Node, chain: list[fx.Node], labels: Tensor) -> bool:
     found = _order(run, chain, labels)
-    if found is None or found[0] not in varied_dims(labels) or run.follows_input(root, found[0]):
-        return False  # what is shuffled are no channels, or as many as the input says
+    if found is None or found[0] not in varied_dims(labels) or run.sizes.follow_input(root, found[0]):
+        return False  # it shuffles no channels, or a number that follows the input
     run.trail.shuffles[chain[-1].name] = Shuffle(root.name, *found, tuple(n.name for n in chain[:-1]))
     run.trail.virtual.update(node.name for node in chain[:-1])
     return True
 
 
 def _order(run: Propagation, chain: list[fx.Node], labels: Tensor) -> tuple[int, Tensor] | None:
-    """The one dimension of the root along which the chain selects or permutes, and the places that it fetches.
+    """The only dimension of the root along which the chain selects or permutes, and the places that it fetches.
 
-    None, too, where it does otherwise at another size: from `[b, h // 4, 4, c]` by `[b, h, c]` to `[b, 4, h // 4, c]`
+    Also None if the result differs at another size: from `[b, h // 4, 4, c]` by `[b, h, c]` to `[b, 4, h // 4, c]`
     is a way back for h = 16 alone.
     """
     found, root = _order_at(run, chain, run.values, varied_dims(labels)), chain[0].args[0]
-    there = run.other.get(root.name) if isinstance(root, fx.Node) else None
+    there = run.sizes.other.get(root.name) if isinstance(root, fx.Node) else None
     if found is None or not isinstance(there, TensorInfo) or there.shape == labels.shape:
         return found
-    other = _order_at(run, chain, run.other, [found[0]])
+    other = _order_at(run, chain, run.sizes.other, [found[0]])
     same = other is not None and other[0] == found[0] and torch.equal(other[1], found[1])
     return found if same else None
 
 
 def _order_at(
-    run: Propagation, chain: list[fx.Node], values: dict[str, Any], varied: list[int]
+    run: Propagation, chain: list[fx.Node], values: Mapping[str, Any], varied: list[int]
 ) -> tuple[int, Tensor] | None:
     """The same at the size that these values have; ``varied``: the root's dimensions that hold channels."""
     order: tuple[int, Tensor] | None = None
     shape = values[str(chain[0].args[0])].shape
     for dim, size in enumerate(shape):
-        moved = along(torch.arange(size), shape, dim)
+        positions = positions_along(shape, dim)
         for node in chain:
-            moved = _apply(run, node, moved, values)
-        moved = compact(moved)
-        if moved.dim() != len(shape) or any(d != dim for d in varied_dims(moved)):
+            positions = moved(run.module, node, values, positions)
+        positions = compact(positions)
+        if positions.dim() != len(shape) or any(d != dim for d in varied_dims(positions)):
             return None
-        line = at_first(moved, [dim]).reshape(-1)
+        line = at_first(positions, [dim]).reshape(-1)
         if not torch.equal(line, torch.arange(size)):
             if order is not None:
                 return None
@@ -118,20 +116,13 @@ def _order_at(
     return order
 
 
-def _apply(run: Propagation, node: fx.Node, moved: Tensor, values: dict[str, Any]) -> Tensor:
-    first = node.args[0]
-    args, kwargs = fx.node.map_arg(
-        (node.args, node.kwargs), lambda n: moved if n is first else values[n.name]
-    )
-    module = run.module.get_submodule(str(node.target)) if node.op == "call_module" else None
-    call = Call(node, None, tuple(args), dict(kwargs), module, None)
-    result = execute(call, args, kwargs)
-    assert isinstance(result, Tensor)
-    return result
-
-
 def _moves_only(run: Propagation, node: fx.Node) -> bool:
-    return _named(run, node) in _CHAIN
+    return rearranges(_named(run, node))
+
+
+def rearranges(name: str | None) -> bool:
+    """Does the operation move one tensor and keep every element? A chain of these may be a channel shuffle."""
+    return name == "contiguous" or has(name, Trait.RESHAPES | Trait.PERMUTES)
 
 
 def _named(run: Propagation, node: fx.Node) -> str | None:

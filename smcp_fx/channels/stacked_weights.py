@@ -1,12 +1,12 @@
-"""Products of a tensor with a stack of matrices that is one parameter: grouped linears, experts, spectral layers.
+"""Products of a tensor with a stack of matrices, held in one parameter: grouped linears, experts, spectral layers.
 
     bmm(x, weight)                          x [groups, b, i], weight [groups, i, o]
     einsum("bnd,thde->tbhne", x, weight)    queries, keys and values of all heads
     einsum("bixy,ioxy->boxy", x, weight)    a matrix for each frequency
 
-Each dimension of the weight is summed over, made, or shared by operand and result. One that is summed over holds the
-input channels, one that is made the output channels, of all matrices alike. Where the operand's channels lie along a
-shared one, whole matrices go.
+Each dimension of the weight is summed over, made, or shared by operand and result. A summed dimension holds the
+input channels, a made dimension the output channels, of all matrices. If the operand's channels lie along a shared
+dimension, whole matrices go.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from smcp_fx.channels.trail import Call, ConstantRef, MadeRef, ParameterRef
 
 @dataclass(frozen=True)
 class _Stack:
-    """A product's weight. By name: where its dimensions (``held``) and the operand's (``there``) stand."""
+    """A product's weight. The places of its dimensions (``held``) and of the operand's (``there``), by name."""
 
     weight: ParameterRef
     held: dict[str, int]
@@ -54,7 +54,7 @@ class _Stack:
         return dim
 
     def beside(self, *channels: str) -> tuple[int, ...]:
-        """The parameter's dimensions that are neither these channels nor summed over."""
+        """The parameter's dimensions, without these channels and without summed dimensions."""
         return tuple(self.dim(name) for name in self.held if name not in (*channels, *self.summed))
 
 
@@ -65,7 +65,7 @@ def product(
     names: Sequence[list[str]],
     out: list[str],
 ) -> Tensor | None:
-    """Labels of the product where one operand is such a parameter, and the other a tensor whose channels it reads."""
+    """Labels of the product if one operand is such a parameter, and the other has channels that it reads."""
     for this, other in ((1, 0), (0, 1)):
         weight, tensor = operands[this], operands[other]
         if not _is_stack(weight, run) or not isinstance(tensor, Tensor):
@@ -94,7 +94,7 @@ def _layer(run: Propagation, call: Call, labels: Tensor, stack: _Stack) -> Tenso
         read = max(sorted(told), key=lambda name: _apart(run, labels, stack.there[name]), default="")
         at = read if whole else ""
         decided = whole or run.seen is not None or (len(told) == 1 and len(stack.made) == 1)
-    if read not in stack.held:  # no channels, or ones that pass beside the weight
+    if read not in stack.held:  # there are no channels, or they pass beside the weight
         core = narrow_uniform(labels)
         if any(core.shape[stack.there[name]] > 1 for name in stack.shared):
             # Ties merged all heads into one unit; allow removing whole heads.
@@ -102,14 +102,14 @@ def _layer(run: Propagation, call: Call, labels: Tensor, stack: _Stack) -> Tenso
         return None
     if read == at:
         return _whole_matrices(run, call, labels, stack, read)
-    for name in shared:  # of all matrices alike, as grouped convolutions tie them
+    for name in shared:  # matrices share their channels, as in grouped convolutions
         labels = run.tie_along(labels, stack.there[name])
     sizes = [stack.weight.shape[stack.held[name]] for name in stack.made]
     made = run.fresh(call.node.name, math.prod(sizes)).reshape(sizes)
     told_apart = [stack.made[dim] for dim in run.varied(made)] or stack.made
     at = at or max(told_apart, key=lambda name: _apart(run, made, stack.made.index(name)))
     if not decided:
-        # One dimension of each will tell channels apart: which one is known once all ties are.
+        # One dimension of each side holds the channels. All ties tell which: the second run knows.
         run.blind = True
         sides = (labels, stack.there[read]), (made, stack.made.index(at))
         inputs, outputs = (at_first(side, [dim]).reshape(-1) for side, dim in sides)
@@ -133,7 +133,7 @@ def _layer(run: Propagation, call: Call, labels: Tensor, stack: _Stack) -> Tenso
 
 
 def _whole_matrices(run: Propagation, call: Call, labels: Tensor, stack: _Stack, name: str) -> Tensor:
-    """Each channel, or head, is read by a matrix of its own, which goes with it."""
+    """Each channel, or head, has its own matrix, and goes with it."""
     inputs = own_inputs(run, call, channel_labels(run, labels, stack.there[name]))
     outputs = run.slot(stack.weight.name, stack.dim(name), renamed(run, call, inputs))
     _record(run, call, labels, stack, (name, name), (inputs, outputs))
@@ -168,5 +168,5 @@ def _record(
 
 
 def _apart(run: Propagation, labels: Tensor, dim: int) -> int:
-    """How many channels the dimension tells apart."""
+    """The number of different channels along the dimension."""
     return int(torch.unique(at_first(run.units(labels), [dim])).numel())

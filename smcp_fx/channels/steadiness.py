@@ -1,10 +1,10 @@
-"""Channels that go together at one size of the images, and with others at another size, must stay.
+"""Channels that go together at one size of the images, but not at another, must stay.
 
     y = x.flatten(2).transpose(1, 2)      [b, h * w, c]
     y.reshape(b, c, h, w)                 without the transpose back: which channels meet follows from h * w
 
-The graph is run on labels at two sizes. What is sliced (slots of parameters, channels of tensors) must be in the
-same units in both.
+The graph is run on labels at two sizes. Everything that is sliced (slots of parameters, channels of tensors) must
+be in the same units in both runs.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ DEPENDS = "depends on the size of the images, or on how many there are"
 
 
 def keep_unsteady(one: Run, other: Run) -> tuple[Units, str]:
-    """The units of the first run, with those pinned that the second run ties otherwise, or pins.
+    """The units of the first run. Units that the second run ties differently, or pins, are pinned.
 
-    Also the node at which units are tied otherwise first, or "".
+    Also the first node at which the runs tie differently, or "".
     """
     units = one[1]
     count = int(units.unit.max()) + 1
@@ -43,13 +43,13 @@ def keep_unsteady(one: Run, other: Run) -> tuple[Units, str]:
     if found.numel():
         where = _where(one, other, found)
         why = why.and_also(found, Reason(where, f"which channels meet at {where!r} {DEPENDS}"))
-    else:  # all of them may meet, at both sizes
+    else:  # perhaps all channels are tied, at both sizes
         where = _spread_over_space(one, other, why.only(EMPTY, count))
     return Units(units.unit, _also_pinned(why, unsteady | pinned, mine, theirs, other)), where
 
 
 def _also_pinned(why: Why, known: Tensor, mine: Tensor, theirs: Tensor, other: Run) -> Why:
-    """With the reasons that only the other size shows."""
+    """The reasons, with those that only arise at the other size."""
     reasons = other[1].why
     pinned = reasons.pinned(int(other[1].unit.max()) + 1)
     new = (mine >= 0) & (theirs >= 0) & ~known[mine.clamp(min=0)] & pinned[theirs.clamp(min=0)]
@@ -61,7 +61,7 @@ def _also_pinned(why: Why, known: Tensor, mine: Tensor, theirs: Tensor, other: R
 
 
 def _pairs(one: Run, other: Run) -> Iterator[Tensor]:
-    """Units of the same slots, or channels, in both runs: 32 bits each, and one more than their numbers."""
+    """Units of the same slots or channels in both runs: 32 bits each, their numbers plus one."""
     (trail, units), (trail2, units2) = one, other
     for name, slots in trail.slots.items():
         for dim, labels in slots.items():
@@ -76,7 +76,7 @@ def _pairs(one: Run, other: Run) -> Iterator[Tensor]:
 
 
 def _tensors(one: Run, other: Run) -> Iterator[tuple[str, Tensor, Tensor]]:
-    """Labels of every tensor that is not inside a shuffle, in both runs, in the order of the graph."""
+    """Labels of every tensor outside shuffles, in both runs, in the order of the graph."""
     for name, tree in one[0].labels.items():
         if name in one[0].virtual or name in other[0].virtual:
             continue
@@ -98,7 +98,7 @@ def _pair(before: Tensor, after: Tensor) -> Tensor:
 
 
 def _spread_over_space(one: Run, other: Run, stuck: Tensor) -> str:
-    """The first tensor that has some of these units along a dimension whose size is another at the other size."""
+    """The first tensor with any of these units along a dimension whose size differs between the runs."""
     for name, before, after in _tensors(one, other) if bool(stuck.any()) else ():
         if not _comparable(before, after) and bool(
             stuck[(known := one[1].of(narrow_uniform(before)))[known >= 0]].any()
@@ -108,7 +108,7 @@ def _spread_over_space(one: Run, other: Run, stuck: Tensor) -> str:
 
 
 def _where(one: Run, other: Run, unsteady: Tensor) -> str:
-    """The first tensor that holds some of these units and whose labels are others at the other size."""
+    """The first tensor that holds any of these units and whose labels differ between the runs."""
     last = ""
     for name, before, after in _tensors(one, other):
         core, core2 = narrow_uniform(before), narrow_uniform(after)

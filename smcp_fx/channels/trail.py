@@ -12,13 +12,14 @@ from torch.utils import _pytree as pytree
 
 from smcp_fx.channels.weight_views import Dims
 from smcp_fx.tracing.operations import readable_name
-from smcp_fx.tracing.trees import leaves_of
+from smcp_fx.tracing.trees import leaf_class, leaves_of
 from smcp_fx.tracing.values import TensorInfo, held
 
 
+@leaf_class
 @dataclass(frozen=True)
 class ParameterRef:
-    """A parameter or buffer read by a `get_attr` node; labelled only when an operation needs its elements."""
+    """A parameter or buffer read by a `get_attr` node. It gets labels once an operation needs its elements."""
 
     name: str
     shape: tuple[int, ...]
@@ -29,7 +30,7 @@ class ParameterRef:
         return self
 
     def place(self, dim: int) -> int | None:
-        """The parameter's dimension behind this one; None for one of size 1 that the parameter lacks."""
+        """The parameter's dimension for this one; None for an added dimension of size 1."""
         return dim
 
     def size(self, dim: int | None = None) -> int | tuple[int, ...]:
@@ -37,6 +38,7 @@ class ParameterRef:
         return self.shape if dim is None else self.shape[dim]
 
 
+@leaf_class
 @dataclass(frozen=True)
 class ParameterView(ParameterRef):
     """A parameter whose dimensions are moved before a layer reads it as its weight: see `channels.weight_views`."""
@@ -50,10 +52,11 @@ class ParameterView(ParameterRef):
         return self.parameter
 
     def place(self, dim: int) -> int | None:
-        """The parameter's dimension behind this one; None for one of size 1 that the parameter lacks."""
+        """The parameter's dimension for this one; None for an added dimension of size 1."""
         return self.dims[dim]
 
 
+@leaf_class
 @dataclass(frozen=True)
 class ConstantRef(ParameterRef):
     """A tensor of integers or booleans in the model: its values are known, so indexing by it is executed."""
@@ -61,9 +64,10 @@ class ConstantRef(ParameterRef):
     value: Tensor = field(compare=False)
 
 
+@leaf_class
 @dataclass(frozen=True)
 class MadeRef(ParameterRef):
-    """A tensor filled with one value (`torch.zeros(b, n, h, w)`): it keeps the same channels as what it meets.
+    """A tensor filled with one value (`torch.zeros(b, n, h, w)`): it keeps the channels of the other operands.
 
     ``told``: the dimensions that can hold channels, as their size is the same for all inputs.
     """
@@ -72,7 +76,7 @@ class MadeRef(ParameterRef):
 
 
 def constant_made_by(node: str) -> str:
-    """Why channels stay that meet a tensor made of numbers and sizes alone."""
+    """Why channels stay that are combined with a tensor made of numbers and sizes only."""
     return f"meets a constant that {node!r} makes at full width"
 
 
@@ -94,7 +98,7 @@ class Call:
 
     @property
     def unknown(self) -> str:
-        """Why its channels stay if nothing is known about it."""
+        """Why the channels stay if the operation has no rule."""
         if isinstance(self.module, torch.jit.ScriptModule):
             return f"{self.node.name!r} is compiled by torch.jit: prepare the model that it was made from"
         return f"operation {readable_name(self.node)!r} has no channel rule"
@@ -175,7 +179,7 @@ class Norm:
 
 @dataclass(frozen=True)
 class Mix:
-    """An operation that mixes the channels of an operand, and can be restricted to the kept ones.
+    """An operation that mixes the channels of an operand and can be restricted to the kept ones.
 
     ``operand``: its position among the node's arguments; ``labels``: the operand's, of size 1 where they are uniform;
     ``form``: how it is restricted (`masking.kept_statistics.BEFORE`), or "instead" if another function replaces it;
@@ -190,13 +194,13 @@ class Mix:
 
     @property
     def scores(self) -> bool:
-        """Does the gradient of its mask tell what each channel is worth to it?"""
+        """Does the gradient of its mask measure the worth of each channel?"""
         return self.form in ("zero", "mean", "spread")
 
 
 @dataclass(frozen=True)
 class Shuffle:
-    """A chain of movements that amounts to ``index_select(root, axis, order)``."""
+    """A chain of movements that equals ``index_select(root, axis, order)``."""
 
     root: str
     axis: int
@@ -206,9 +210,9 @@ class Shuffle:
 
 @dataclass(frozen=True)
 class Spread:
-    """An operand of size 1 along some dimensions in which what it meets varies; it is tied or pinned at the end.
+    """An operand of size 1 along some dimensions in which the others vary. It is tied or pinned at the end.
 
-    ``merged``: labels of what it meets; ``operand``: its own, with as many dimensions; ``reason``: for pinning.
+    ``merged``: labels of the other operands; ``operand``: its own, with as many dimensions; ``reason``: for pinning.
     """
 
     merged: Tensor
@@ -217,7 +221,7 @@ class Spread:
 
 
 class Reason(NamedTuple):
-    """Why units must stay: the node where that was found, and words for the user. Code reads the ``kind`` alone."""
+    """Why units must stay: the node that pins them, and words for the user. Code reads only the ``kind``."""
 
     node: str
     text: str
@@ -228,7 +232,7 @@ class Reason(NamedTuple):
 INPUT, EMPTY = "input", "empty"
 
 
-#: For each dimension of a tensor, what it is made of in the order of memory: labels of channels, or a size.
+#: For each dimension of a tensor, its factors in the order of memory: labels of channels, or a size.
 Mixed = tuple[tuple[Tensor | int, ...], ...]
 
 
@@ -243,36 +247,36 @@ class Trail:
     spread: list[Spread] = field(default_factory=list)
     slots: dict[str, dict[int, Tensor]] = field(default_factory=dict)  # parameter -> dim -> labels
     elements: dict[str, Tensor] = field(default_factory=dict)  # parameter -> labels of its shape
-    #: Parameters that need no layer to write them (learned tokens, embeddings), and what is made.
+    #: Parameters that no layer needs to write (learned tokens, embeddings), and tensors made of one value.
     free_standing: set[str] = field(default_factory=set)
     layers: list[Layer] = field(default_factory=list)
     norms: list[Norm] = field(default_factory=list)
     computed: dict[str, Computed] = field(default_factory=dict)  # weights and biases, by name
-    #: Of tensors that compute weights from the input: what each dimension is made of.
+    #: Of tensors that compute weights from the input: the factors of each dimension.
     mixed: dict[str, Mixed] = field(default_factory=dict)  # nodes
     mixed_parameters: dict[str, Mixed] = field(default_factory=dict)
-    #: Products that turned out to mix positions by a weight computed from the input, not channels.
+    #: Products with a weight computed from the input that mix positions, not channels.
     passed: set[str] = field(default_factory=set)
-    #: Parameters of which statistics are computed beside their layers: dimensions of input and output channels.
+    #: Parameters with statistics computed beside their layers: dimensions of input and output channels.
     beside: dict[str, tuple[int, int]] = field(default_factory=dict)
     mixes: list[Mix] = field(default_factory=list)
     #: Norms whose groups go as a whole: the number of groups, and channel labels.
     grouped: dict[str, tuple[int, Tensor]] = field(default_factory=dict)
-    #: Group norms that lose channels of every group though they have many, and convolutions that lose whole groups.
+    #: Group norms with many groups that lose channels of each, and convolutions that lose whole groups.
     turned: frozenset[str] = frozenset()
     #: Convolutions that lose equally many channels of every group: the number of groups, labels of both sides.
     within: dict[str, tuple[int, tuple[Tensor, ...]]] = field(default_factory=dict)
-    #: Nodes that run on all channels, with zeros for those that are gone: the channels' dimension.
+    #: Nodes that run on all channels, with zeros for removed ones: the channels' dimension.
     full: dict[str, int] = field(default_factory=dict)
-    #: Movements that take positions for channels, of whose result the kept ones are selected.
+    #: Reshapes that read positions as channels; the kept channels of their result are selected.
     selected: set[str] = field(default_factory=set)
     #: Depthwise convolutions whose kernels are computed: the channels' dimension.
     kernels: dict[str, int] = field(default_factory=dict)
-    #: Products with stacks of matrices: the names of the dimensions whose channels the weight reads and makes.
+    #: Products with stacks of matrices: the names of the weight's input and output dimensions.
     stacks: dict[str, tuple[str, str]] = field(default_factory=dict)
     #: Matrices of channels by channels: labels of the columns, see `channels.blocks`.
     blocks: dict[str, Tensor] = field(default_factory=dict)
-    #: Nodes computed from sizes alone -> those of their users that are, too; the others read the kept channels.
+    #: Nodes computed from sizes only -> their users of the same kind; other users read the kept channels.
     made: dict[str, set[str]] = field(default_factory=dict)
     parts: list[str] = field(default_factory=list)  # nodes whose tensors hold a part of another's elements
     shuffles: dict[str, Shuffle] = field(default_factory=dict)
@@ -294,7 +298,7 @@ def tensor_leaves(tree: Any) -> list[Tensor | ParameterRef]:
 
 
 def named_leaves(tree: Any) -> Iterator[tuple[str, Tensor | ParameterRef]]:
-    """The same, each after the key that the first dictionary on its way gives it, quoted; after "" without one."""
+    """The same leaves, each with its key in the first dictionary around it, quoted; "" without a dictionary."""
     for path, leaf in pytree.tree_flatten_with_path(tree)[0]:
         names = [f" {key.key!r}" for key in path if isinstance(key, pytree.MappingKey)]
         for found in tensor_leaves(leaf):

@@ -1,8 +1,8 @@
 """From ties to units: which channel slots must be kept or removed together, and which must stay.
 
-Labels alone would allow ragged tensors. Once the ties are closed, each tensor may vary along one dimension at most.
-If a tensor varies along several, all but one are tied, and the ties are closed again. An operand that broadcasts is
-then tied to the dimension that still varies, or pinned if it has size 1 there.
+Labels would allow ragged tensors. Once the ties are closed, each tensor may vary along one dimension at most. If a
+tensor varies along several, all but one are tied, and the ties are closed again. A broadcast operand is then tied to
+the dimension that still varies, or pinned if it has size 1 there.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from smcp_fx.channels.labels import at_first, compact, narrow_uniform, varied_dims
+from smcp_fx.channels.labels import at_first, compact, narrow_uniform, paired, varied_dims
 from smcp_fx.channels.trail import EMPTY, Reason, Spread, Trail
 from smcp_fx.tracing.trees import leaves_of
 
@@ -31,7 +31,7 @@ class Why:
         self.texts = texts
 
     def get(self, unit: int) -> list[Reason]:
-        """Up to eight different reasons for a unit, in the order they were found."""
+        """Up to eight different reasons for a unit, in the order they arose."""
         first, last = torch.searchsorted(self.units, torch.tensor([unit, unit + 1])).tolist()
         found = self.reasons[first:last].tolist()
         return list(dict.fromkeys(self.texts[index] for index in found))[:8]
@@ -41,7 +41,7 @@ class Why:
         return torch.bincount(self.units, minlength=count) > 0
 
     def of_kind(self, kind: str, count: int) -> Tensor:
-        """A bool for each of ``count`` units: whether one of its reasons is of this kind."""
+        """A bool for each of ``count`` units: whether any of its reasons is of this kind."""
         chosen = torch.tensor([reason.kind == kind for reason in self.texts] or [False])
         return torch.bincount(self.units[chosen[self.reasons]], minlength=count) > 0
 
@@ -51,7 +51,7 @@ class Why:
         return self.pinned(count) & (torch.bincount(self.units[others[self.reasons]], minlength=count) == 0)
 
     def and_also(self, units: Tensor, reason: Reason) -> Why:
-        """These reasons and one more, for the units given."""
+        """These reasons, and one more for these units."""
         more = Why([self.units, units], [0, len(self.texts)], [*self.texts, reason])
         reasons = torch.cat([self.reasons, torch.full_like(units, len(self.texts))])
         more.reasons = reasons[torch.argsort(torch.cat([self.units, units]), stable=True)]
@@ -88,7 +88,7 @@ class Units:
         return found
 
     def narrowed(self, labels: Tensor) -> Tensor:
-        """The labels with each dimension along which their units are the same at size 1."""
+        """The labels, with dimensions along which their units do not change at size 1."""
         return at_first(labels, varied_dims(self.of(labels)))
 
 
@@ -105,7 +105,7 @@ def close(trail: Trail) -> Units:
             extra += _rectangular(labels, units, pins)
         if not extra:
             extra += [pairs for spread in trail.spread for pairs in _follow(spread, units, pins)]
-        if not extra:  # last, when it is known what they have met
+        if not extra:  # last, once the other operands are tied
             extra += [pairs for labels in elements for pairs in _rectangular(labels, units, pins, alone=True)]
         if not extra:
             break
@@ -141,7 +141,7 @@ def _components(pairs: list[Tensor], count: int) -> Tensor:
 
 
 def _tensors(trail: Trail) -> list[Tensor]:
-    """Every label tensor that must be rectangular, but for parameters used as tensors."""
+    """Every label tensor that must be rectangular, without parameters used as tensors."""
     trees = (tree for name, tree in trail.labels.items() if name not in trail.virtual)
     values = (labels for tree in trees for labels in leaves_of(tree) if isinstance(labels, Tensor))
     return _varied((*values, *(spread.merged for spread in trail.spread)))
@@ -154,10 +154,10 @@ def _varied(tensors: Iterable[Tensor]) -> list[Tensor]:
 def _rectangular(
     labels: Tensor, units: Units, pins: list[tuple[Tensor, int]], alone: bool = False
 ) -> list[Tensor]:
-    """Ties after which one dimension varies: the one along which most units are still distinct.
+    """Ties after which one dimension varies: the dimension with most different units.
 
-    ``alone``: for the elements of a parameter, that is the dimension along which they go with different channels of
-    other tensors, if there is one; a position embedding may have more positions than channels.
+    ``alone``: for the elements of a parameter, the dimension along which they go with different channels of other
+    tensors, if there is one. A position embedding may have more positions than channels.
     """
     known = units.of(labels)
     varied = varied_dims(known)
@@ -192,7 +192,7 @@ def _met_along(core: Tensor, known: Tensor, units: Units) -> list[int]:
 
 
 def _follow(spread: Spread, units: Units, pins: list[tuple[Tensor, int]]) -> list[Tensor]:
-    """Ties of a broadcast operand to what it meets, unless that varies where the operand has size 1."""
+    """Ties of a broadcast operand to the others, unless these vary where the operand has size 1."""
     if _stays(spread, units):
         return []
     return _bind(spread.merged, spread.operand.expand_as(spread.merged), units, pins)
@@ -204,21 +204,15 @@ def _stays(spread: Spread, units: Units) -> bool:
 
 
 def _bind(left: Tensor, right: Tensor, units: Units, pins: list[tuple[Tensor, int]]) -> list[Tensor]:
-    """Pairs of labels at equal places of two tensors, not in one unit yet; labels that meet fixed ones are pinned."""
-    a, b = left.reshape(-1), right.reshape(-1)
-    for one, other in ((a, b), (b, a)):
-        met = (one > 0) & (other < 0)
-        if bool(met.any()):
-            for source in torch.unique(other[met]).tolist():
-                pins.append((torch.unique(one[met & (other == source)]), -1 - source))
-    both = (a > 0) & (b > 0)
-    a, b = a[both], b[both]
-    apart = units.unit[a] != units.unit[b]
-    return [torch.stack([a[apart], b[apart]])] if bool(apart.any()) else []
+    """Pairs of labels at equal places that are in different units; labels opposite fixed ones are pinned."""
+    pairs, more = paired(left, right)
+    pins += more
+    apart = units.unit[pairs[0]] != units.unit[pairs[1]]
+    return [pairs[:, apart]] if bool(apart.any()) else []
 
 
 def _whole(trail: Trail) -> list[tuple[str, Tensor]]:
-    """Tensors and parameter dimensions that must not be left empty: no single unit may cover all of one."""
+    """Tensors and parameter dimensions that must not become empty: no single unit may cover one completely."""
     found = [
         (name, labels)
         for name, tree in trail.labels.items()

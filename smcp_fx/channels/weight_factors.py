@@ -2,9 +2,9 @@
 
     w = (routing @ weight).view(b, o, i, 3, 3)       weight [experts, o * i * 9]
 
-A weight has channels along two dimensions, and on its way from a parameter to a layer a dimension may hold several
-*factors*, in the order of memory. Each operation says which factors of its operands and of its result are the same.
-So what is known of one tensor, a layer's weight say, becomes known of all that it is computed from.
+A weight has channels along two dimensions. On the way from a parameter to a layer, one dimension may hold several
+*factors*, in the order of memory. Each operation equates factors of its operands with factors of its result. So the
+factors of one tensor (a layer's weight) determine those of all tensors that it is computed from.
 """
 
 from __future__ import annotations
@@ -18,27 +18,26 @@ from torch import fx
 
 from smcp_fx.channels.weight_views import FIRST_FACTOR, named_dims
 from smcp_fx.tracing.operations import operation_of
-from smcp_fx.tracing.traits import Trait, has
+from smcp_fx.tracing.traits import Trait, has, operations_with
 from smcp_fx.tracing.values import TensorInfo
 
 COPIES = {"contiguous", "clone", "detach"}
-RESHAPES = {"view", "reshape", "flatten", "unflatten", "squeeze", "unsqueeze", *COPIES}
-TURNS = {"permute", "transpose", "movedim", "t"}
+RESHAPES = {*operations_with(Trait.RESHAPES), "squeeze", "unsqueeze", *COPIES}
 CASTS = {"to", "float", "type", "typeas"}
-#: Products of two tensors, and how many arguments stand before the first operand.
+#: Products of two tensors, and the number of arguments before the first operand.
 PRODUCTS = {"linear": 0, **{name: first for name, first in FIRST_FACTOR.items() if name != "tensordot"}}
 #: Reductions, and normalisations: the place of their dimensions among the arguments.
 REDUCTIONS = {"sum": 1, "mean": 1, "norm": 2, "vectornorm": 2, "amax": 1, "amin": 1, "var": 1, "std": 1}
 NORMS = {"softmax": 1, "normalize": 2}
-#: Different sizes, by which an operation shows how it permutes dimensions.
+#: Different sizes; their order in a result shows how an operation permutes dimensions.
 _RULER = (2, 3, 4, 5, 6, 7, 8, 9)
 
 
 class UnknownError(Exception):
-    """An operation that no factors can be followed through."""
+    """Factors cannot be followed through an operation."""
 
 
-#: What is raised at forms of an operation that this file was not written for.
+#: Errors at forms of an operation that this file does not handle.
 UNFIT = (UnknownError, LookupError, TypeError, ValueError, RuntimeError, AttributeError)
 
 
@@ -55,14 +54,14 @@ Parts = tuple[tuple[Part, ...], ...]
 
 @dataclass(eq=False)
 class Factor:
-    """A factor of a dimension; ``made_of``: the factor that it equals, or the smaller ones that it consists of."""
+    """A factor of a dimension. ``made_of``: the factor that it equals, or the smaller factors that it consists of."""
 
     size: int
     kind: str = ""
     made_of: tuple[Factor, ...] = ()
 
     def smallest(self) -> list[Factor]:
-        """The factors that it consists of and that are not divided further."""
+        """Its smallest factors."""
         return [small for part in self.made_of for small in part.smallest()] if self.made_of else [self]
 
 
@@ -70,7 +69,7 @@ Dimension = list[Factor]
 
 
 def unify(left: Dimension, right: Dimension) -> None:
-    """Note that both hold the same elements in the same order; `UnknownError` if they cannot."""
+    """Equate two dimensions that hold the same elements in the same order; `UnknownError` if they cannot."""
     one, other = list(left), list(right)
     while one and other:
         a, b = one.pop(0), other.pop(0)
@@ -92,7 +91,7 @@ def unify(left: Dimension, right: Dimension) -> None:
 
 
 class Factors:
-    """The factors of a traced module's tensors. Each call of `relate` adds what one operation says of them."""
+    """The factors of a traced module's tensors. Each call of `relate` adds the equations of one operation."""
 
     def __init__(self, module: fx.GraphModule, values: Mapping[str, Any]) -> None:
         self._module, self._values = module, values
@@ -111,21 +110,21 @@ class Factors:
         self._dims[node] = [[Factor(part.size, part.kind) for part in dim if part.size > 1] for dim in parts]
 
     def parts(self, node: fx.Node) -> Parts:
-        """The factors of each dimension, with the kinds that were found so far."""
+        """The factors of each dimension, with their kinds as far as known."""
         return tuple(
             tuple(Part(small.kind, small.size) for factor in dim for small in factor.smallest())
             for dim in self.of(node)
         )
 
     def kinds(self, node: fx.Node, dims: Iterable[int] | None = None) -> set[str]:
-        """The kinds of channels in a tensor, or in some of its dimensions."""
+        """The kinds of channels in a tensor, or in these of its dimensions."""
         parts = self.parts(node)
         return {part.kind for d in (range(len(parts)) if dims is None else dims) for part in parts[d]} - {""}
 
     def relate(self, node: fx.Node) -> list[fx.Node]:
-        """Note which factors a node's result shares with the tensors that it reads, and return these tensors.
+        """Equate the factors of a node's result with those of its operands, and return the operands.
 
-        `UnknownError` for an operation that no factors can be followed through.
+        `UnknownError` if factors cannot be followed through the operation.
         """
         name, made = operation_of(self._module, node) or "", self.of(node)
         inputs = [n for n in node.all_input_nodes if isinstance(self._values.get(n.name), TensorInfo)]
@@ -134,7 +133,7 @@ class Factors:
             if inputs != [first]:
                 raise UnknownError
             unify([f for dim in self.of(first) for f in dim], [f for dim in made for f in dim])
-        elif name in TURNS:
+        elif has(name, Trait.PERMUTES):
             for dim, place in zip(made, order_of(node, len(made)), strict=True):
                 unify(dim, self.of(first)[place])
         elif name in PRODUCTS:
@@ -175,14 +174,14 @@ class Factors:
         return [*product.operands, product.bias]
 
     def _broadcast(self, source: fx.Node, node: fx.Node) -> None:
-        """Note that a result has an operand's factors, but for dimensions in which the operand has size 1."""
+        """Equate the factors of a result with an operand's, except where the operand has size 1."""
         own = self.of(source)
         for dim, whole in zip(own, self.of(node)[len(self.of(node)) - len(own) :], strict=True):
             if dim:
                 unify(dim, whole)
 
     def _reduced(self, node: fx.Node, source: fx.Node, place: int) -> tuple[int, ...]:
-        """The dimensions that an operation names, as its argument number ``place`` or by keyword: it mixes these."""
+        """The dimensions that an operation mixes: its argument number ``place``, or the keyword ``dim``."""
         dims: Any = node.kwargs.get("dim", node.args[place] if len(node.args) > place else None)
         if dims is None or isinstance(dims, bool):
             raise UnknownError
@@ -195,7 +194,7 @@ class Factors:
 class Product:
     """The operands of a product of two tensors, and names for their dimensions and for those of the result.
 
-    `UnknownError` where an operand is no argument of its own.
+    `UnknownError` unless both operands are arguments, and different ones.
     """
 
     def __init__(self, module: fx.GraphModule, values: Mapping[str, Any], node: fx.Node) -> None:
@@ -206,11 +205,11 @@ class Product:
             raise UnknownError
         self.shapes = [shape_of(operand, values) for operand in self.operands]
         ranks = [len(shape) for shape in self.shapes]
-        self.names, self.out = named_dims(name, node.args[0], ranks, len(shape_of(node, values)))
+        self.names, self.out = named_dims(name, node.args, node.kwargs, ranks, len(shape_of(node, values)))
         bias = node.args[0] if name in ("addmm", "baddbmm") else None
         if name == "linear":
             bias = node.args[2] if len(node.args) > 2 else node.kwargs.get("bias")
-        self.bias = bias if isinstance(bias, fx.Node) else None  # what is added to the product
+        self.bias = bias if isinstance(bias, fx.Node) else None  # the addend of the product
 
     @property
     def summed(self) -> list[str]:
@@ -219,7 +218,7 @@ class Product:
 
 
 def shape_of(node: Any, values: Mapping[str, Any]) -> tuple[int, ...]:
-    """The shape of a node's tensor; raises `UnknownError` if it is none."""
+    """The shape of a node's tensor; raises `UnknownError` if the node is no tensor."""
     value = values.get(node.name) if isinstance(node, fx.Node) else None
     if not isinstance(value, TensorInfo):
         raise UnknownError
@@ -227,7 +226,7 @@ def shape_of(node: Any, values: Mapping[str, Any]) -> tuple[int, ...]:
 
 
 def order_of(node: fx.Node, rank: int) -> list[int]:
-    """The dimension of its input that each dimension of a permuted tensor is."""
+    """For each dimension of a permuted tensor, the dimension of the input."""
     ruler = torch.empty(_RULER[:rank], device="meta")
     run: Any = getattr(torch.Tensor, node.target) if isinstance(node.target, str) else node.target
     return [_RULER.index(size) for size in run(ruler, *node.args[1:], **node.kwargs).shape]

@@ -1,9 +1,9 @@
-"""What a network computes of a layer's weight beside the layer, as StyleGAN2 demodulates its outputs:
+"""Statistics of a layer's weight that the network computes beside the layer, as StyleGAN2's demodulation:
 
     y = conv2d(x * style, weight) * d       d = rsqrt((weight[None] * style).pow(2).sum((2, 3, 4)))
 
-The weight's input and output channels are followed forward to an operation that sums over one of them. Its result has
-the channels of the other one, and the sum is over the kept channels.
+The weight's input and output channels are followed forward to an operation that sums over one of the two. Its result
+has the channels of the other, and the sum is over the kept channels.
 """
 
 from __future__ import annotations
@@ -14,10 +14,9 @@ from typing import Any
 
 from torch import fx
 
-from smcp_fx.channels.mixed_weights import Followed, MixedWeight, MixedWeights
+from smcp_fx.channels.mixed_weights import Followed, MixedWeight
 from smcp_fx.channels.weight_factors import (
     CASTS,
-    TURNS,
     UNFIT,
     Factors,
     Part,
@@ -48,7 +47,7 @@ class WeightStatistics(Followed):
 def weight_statistics(
     module: fx.GraphModule, values: Mapping[str, Any], hidden: Collection[str], beside: Mapping[str, Dims]
 ) -> list[WeightStatistics]:
-    """Find them. ``hidden``: nodes with rules of their own; ``beside``: weights whose layers are in no graph here."""
+    """Find these. ``hidden``: nodes that rules skip; ``beside``: weights whose layers are outside this graph."""
     names = canonical_names(module)
     reads: dict[str, list[fx.Node]] = {}
     for node in module.graph.nodes:
@@ -73,7 +72,7 @@ def weight_statistics(
 def _layers(
     module: fx.GraphModule, values: Mapping[str, Any], names: Mapping[str, str]
 ) -> tuple[dict[fx.Node, Dims], dict[str, Dims]]:
-    """Layers that read a parameter, perhaps scaled: the channel dimensions of the weight, and of the parameter."""
+    """Layers that read a (scaled) parameter: the channel dimensions of their weight, and of the parameter."""
     layers: dict[fx.Node, Dims] = {}
     found: dict[str, Dims] = {}
     for use in module.graph.nodes:
@@ -100,10 +99,10 @@ def _layers(
 def _before(
     module: fx.GraphModule, values: Mapping[str, Any], node: fx.Node, dims: Dims
 ) -> tuple[fx.Node | None, Dims]:
-    """The tensor that a node permutes, casts or scales, and where the dimensions ``dims`` are in it."""
+    """The tensor that a node permutes, casts or scales, and the places of the dimensions ``dims`` in it."""
     name = operation_of(module, node) or ""
     inputs = [n for n in node.all_input_nodes if isinstance(values.get(n.name), TensorInfo)]
-    if len(inputs) == 1 and name in TURNS:
+    if len(inputs) == 1 and has(name, Trait.PERMUTES):
         order = order_of(node, len(shape_of(node, values)))
         return inputs[0], (order[dims[0]], order[dims[1]])
     scaled = len(inputs) == 1 and (name in CASTS or has(name, Trait.ELEMENTWISE))
@@ -122,7 +121,7 @@ def _followed(
     found: WeightStatistics,
     reads: list[fx.Node],
 ) -> WeightStatistics:
-    """Go forward from the reads of the weight."""
+    """Follow the weight forward from its reads."""
     sides = {found.dims[0]: "in", found.dims[1]: "out"}
     parts = tuple((Part(sides.get(dim, ""), size),) for dim, size in enumerate(found.shape))
     factors = Factors(module, values)
@@ -144,7 +143,7 @@ def _followed(
         (ends if len(factors.kinds(node)) < 2 else nodes)[node] = None
     for node, _, tensor, over in factors.mixes:
         mixed = factors.kinds(tensor, over)
-        if len(mixed) > 1 or (mixed and node not in ends):  # two masks, or a mask that has no place
+        if len(mixed) > 1 or (mixed and node not in ends):  # two masks, or no place for one
             raise UnknownError
     if any(len(factors.kinds(leaf)) > 1 for leaf in leaves):
         raise UnknownError
@@ -153,35 +152,8 @@ def _followed(
     return found
 
 
-def followed_weights(
-    module: fx.GraphModule,
-    values: Mapping[str, Any],
-    computed: Collection[str],
-    views: Collection[str],
-    hidden: set[str],
-    turned: Collection[str],
-    beside: Mapping[str, Dims],
-) -> tuple[dict[fx.Node, WeightStatistics], dict[fx.Node, MixedWeight]]:
-    """Statistics of weights by the nodes that they end in, and weights computed from the input by their layers.
-
-    The nodes between parameters and these are added to ``hidden``, which no other rule sees. ``turned``: names of
-    layers that turned out to mix positions, not channels.
-    """
-    statistics = weight_statistics(module, values, {*hidden, *views}, beside)
-    apart = {node for one in statistics for node in (*one.parts, *one.ends)}
-    mixed = MixedWeights(module, values, computed, apart, turned).by_layer((*computed, *views))
-    lost = [one for one in statistics if not _agree(one, mixed)]
-    if lost:
-        statistics = [one for one in statistics if one not in lost]
-        apart = {node for one in statistics for node in (*one.parts, *one.ends)}
-        mixed = MixedWeights(module, values, computed, apart, turned).by_layer((*computed, *views))
-    hidden.update(node.name for one in statistics for node in one.parts)
-    hidden.update(node.name for weight in mixed.values() for node in weight.parts)
-    return {end: one for one in statistics for end in one.ends}, mixed
-
-
-def _agree(one: WeightStatistics, mixed: Mapping[fx.Node, MixedWeight]) -> bool:
-    """Do all readers of its tensors see the same factors: the statistic itself, and layers of mixed weights?"""
+def read_alike(one: WeightStatistics, mixed: Mapping[fx.Node, MixedWeight]) -> bool:
+    """Do all readers of its tensors agree on their factors: the statistic itself, and layers of mixed weights?"""
     own = {*one.parts, *one.ends}
     layers = {user for node in one.parts for user in node.users if user not in own and not is_question(user)}
     others = [found.parts for found in mixed.values()]

@@ -2,13 +2,13 @@
 
     F.linear(z, self.encode.weight.t())      F.conv2d(x, self.project.weight[:, :, None, None])
 
-Each element of such a view is the parameter's own, and each of its dimensions is one of the parameter's, or has size
-1: to the channel graph, a layer that reads the view reads the parameter, along other dimensions.
+Each dimension of such a view is one of the parameter's, or has size 1. For the channel graph, a layer that reads the
+view reads the parameter along other dimensions.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +19,7 @@ from torch import Tensor, fx, nn
 from smcp_fx.masking.masks import EVERY_MASK
 from smcp_fx.tracing.operations import operation_name
 from smcp_fx.tracing.recurrent import recurrent_weight
+from smcp_fx.tracing.traits import Trait, operations_with
 from smcp_fx.tracing.values import held
 
 LAYERS: tuple[Callable[..., object], ...] = (
@@ -31,17 +32,13 @@ LAYERS: tuple[Callable[..., object], ...] = (
     F.linear,
     recurrent_weight,
 )
-_MOVES = frozenset(
-    """
-contiguous flatten getitem movedim permute reshape squeeze t transpose unflatten unsqueeze view
-""".split()
-)
+_MOVES = operations_with(Trait.RESHAPES | Trait.PERMUTES) | {"contiguous", "getitem", "squeeze", "unsqueeze"}
 _ATTRIBUTES = ("T", "mT")
 _MASKS = EVERY_MASK  # may stand between a parameter and the movements
 _QUESTIONS = ("size", "dim", "numel", "ndim", "shape")
-#: Products of two tensors, and where the first factor stands among their arguments.
+#: Products of two tensors, and the place of the first factor among their arguments.
 FIRST_FACTOR = {"matmul": 0, "mm": 0, "bmm": 0, "tensordot": 0, "einsum": 1, "addmm": 1, "baddbmm": 1}
-#: For each dimension of a view, the parameter's dimension that it is; None for one of size 1 that it does not have.
+#: For each dimension of a view, the parameter's dimension; None for an added dimension of size 1.
 Dims = tuple[int | None, ...]
 
 
@@ -58,7 +55,7 @@ class WeightView:
 
 
 def weight_of(use: fx.Node) -> fx.Node | None:
-    """The node of the weight that a functional call of a layer reads; None for another node's call."""
+    """The weight that a functional call of a layer reads; None if the node is no such call."""
     if is_layer(use):
         weight = weight_and_bias(use)[0]
         return weight if isinstance(weight, fx.Node) else None
@@ -67,12 +64,12 @@ def weight_of(use: fx.Node) -> fx.Node | None:
 
 
 def is_layer(use: fx.Node) -> bool:
-    """Is it a functional call of a layer, on a weight and a bias?"""
+    """Is it a functional call of a layer, with a weight and a bias?"""
     return use.op == "call_function" and (use.target in LAYERS or _is_deformable(use))
 
 
 def weight_and_bias(use: fx.Node) -> tuple[Any, Any]:
-    """The weight and the bias that a functional call of a layer is given; None for one that is not."""
+    """The weight and the bias of a functional call of a layer; None for an argument that is missing."""
     places = ((1, "weight"), (4 if _is_deformable(use) else 2, "bias"))
     weight, bias = (
         use.args[place] if len(use.args) > place else use.kwargs.get(name) for place, name in places
@@ -87,7 +84,7 @@ def _is_deformable(use: fx.Node) -> bool:
 
 
 def contracted(use: fx.Node, rank: int) -> int:
-    """The dimension of its weight, of ``rank`` dimensions, that a functional call of a layer sums over."""
+    """The dimension of its weight that a functional call of a layer sums over; the weight has ``rank`` dimensions."""
     if is_layer(use):
         return 0 if "transpose" in str(getattr(use.target, "__name__", "")) else 1
     place = factors(use).index(weight_of(use))  # type: ignore[arg-type]
@@ -102,29 +99,41 @@ def contracted(use: fx.Node, rank: int) -> int:
 
 
 def factors(use: fx.Node) -> list[fx.Node]:
-    """The two factors of a product of tensors; none for another call."""
+    """The nodes of the two factors of a product; none if the node is no product."""
     name = operation_name(use, None) if use.op in ("call_function", "call_method") else None
-    if name not in FIRST_FACTOR:
-        return []
-    given = use.args[FIRST_FACTOR[name] :][:2]
+    operands = factors_in(name, use.args)
+    return operands if all(isinstance(operand, fx.Node) for operand in operands) else []
+
+
+def factors_in(name: str | None, args: Sequence[Any]) -> list[Any]:
+    """The two factors among the arguments of a product; none of another operation."""
+    given = args[FIRST_FACTOR[name] :][:2] if name in FIRST_FACTOR else ()
     if len(given) == 1 and isinstance(given[0], (list, tuple)):
-        given = tuple(given[0])
-    operands = [operand for operand in given if isinstance(operand, fx.Node)]
-    return operands if len(operands) == 2 else []
+        given = given[0]
+    return list(given) if len(given) == 2 else []
 
 
 def named_dims(
-    name: str, equation: Any, ranks: Sequence[int], rank: int
+    name: str, args: Sequence[Any], kwargs: Mapping[str, Any], ranks: Sequence[int], rank: int
 ) -> tuple[list[list[str]], list[str]]:
     """Names for the dimensions of a product's two operands, and for those of its result.
 
-    ``equation``: of an einsum; ``ranks``, ``rank``: how many there are. `ValueError` for other forms.
+    ``args``, ``kwargs``: the call's; ``ranks``, ``rank``: numbers of dimensions. `ValueError` for other forms.
     """
+    if name == "tensordot":
+        dims: Any = args[2] if len(args) > 2 else kwargs.get("dims", 2)
+        if isinstance(dims, int):
+            dims = range(ranks[0] - dims, ranks[0]), range(dims)
+        one, other = ([f"{side}{d}" for d in range(size)] for side, size in zip("xy", ranks, strict=True))
+        for d, summed in zip(*dims, strict=True):
+            other[summed] = one[d]
+        return [one, other], [name for name in one + other if not (name in one and name in other)]
     if name == "einsum":
-        inputs, _, out = str(equation).replace(" ", "").partition("->")
+        equation = str(args[0])
+        inputs, _, out = equation.replace(" ", "").partition("->")
         sides = zip((*inputs.split(","), out), (*ranks, rank), strict=True)
         left, right, made = (_spelled_out(names, size) for names, size in sides)
-        if "->" not in str(equation) or any(len(set(names)) != len(names) for names in (left, right, made)):
+        if "->" not in equation or any(len(set(names)) != len(names) for names in (left, right, made)):
             raise ValueError("no result is named, or an operand's diagonal is taken")
         return [left, right], made
     rows, columns = (["y"] if ranks[0] > 1 else []), (["z"] if ranks[1] > 1 else [])  # a vector has none
@@ -135,20 +144,20 @@ def named_dims(
 
 
 def _spelled_out(names: str, rank: int) -> list[str]:
-    """The names, with others for the dimensions that an ellipsis stands for, the last of which meet."""
+    """The names, with an ellipsis spelled out; its last dimensions have the same names in all operands."""
     left = rank - len(names.replace("...", ""))
     return list(names.replace("...", "ABCDEFGHIJ"[10 - left :] if left else ""))
 
 
 def _leads_to_parameter(node: fx.Node) -> bool:
-    """Is the node a parameter, or one whose dimensions are moved?"""
+    """Is the node a parameter, or a parameter with moved dimensions?"""
     while (_moves(node) or node.target in _MASKS) and isinstance(node.args[0], fx.Node):
         node = node.args[0]
     return node.op == "get_attr"
 
 
 def weight_views(module: fx.GraphModule) -> dict[fx.Node, WeightView]:
-    """The views that layers read, by what they read."""
+    """The views that layers read, by the node of the view."""
     found: dict[fx.Node, WeightView] = {}
     for use in module.graph.nodes:
         weight = weight_of(use)
@@ -163,7 +172,7 @@ def weight_views(module: fx.GraphModule) -> dict[fx.Node, WeightView]:
 
 
 def weight_view(module: fx.GraphModule, weight: fx.Node) -> WeightView | None:
-    """How the node moves the dimensions of a parameter; None where it is the parameter, or more than that happens."""
+    """How the node moves a parameter's dimensions; None if it is the parameter itself, or does more than that."""
     chain: list[fx.Node] = []
     node = weight
     while _moves(node) or node.target in _MASKS:
@@ -178,11 +187,16 @@ def weight_view(module: fx.GraphModule, weight: fx.Node) -> WeightView | None:
     parameter = held(module, str(node.target))
     if not isinstance(parameter, nn.Parameter) or parameter.numel() == 0:
         return None
-    ruler = torch.empty(parameter.shape, device="meta")  # its strides tell its dimensions apart
+    ruler = torch.empty(parameter.shape, device="meta")  # its strides identify its dimensions
     known: dict[fx.Node, Any] = {node: ruler}
     try:
         found = [_dims(_evaluated(link, known), ruler) for link in chain]
-    except (LookupError, RuntimeError, TypeError, ValueError):  # by sizes that the parameter does not give
+    except (
+        LookupError,
+        RuntimeError,
+        TypeError,
+        ValueError,
+    ):  # an argument does not follow from the parameter
         return None
     dims = tuple(places for places in found if places is not None)
     return WeightView(node, tuple(chain), dims) if len(dims) == len(chain) else None
@@ -196,7 +210,7 @@ def _moves(node: fx.Node) -> bool:
 
 
 def _evaluated(node: fx.Node, known: dict[fx.Node, Any]) -> Any:
-    """The node's value on the ruler that ``known`` holds; raises `LookupError` where it needs more than this."""
+    """The node's value for the ruler in ``known``; raises `LookupError` if it needs any other tensor."""
     if node in known:
         return known[node]
     first = node.args[0] if node.args else None
@@ -217,7 +231,7 @@ def _evaluated(node: fx.Node, known: dict[fx.Node, Any]) -> Any:
 
 
 def _dims(view: Tensor, ruler: Tensor) -> Dims | None:
-    """The ruler's dimension of each dimension of a view; None where the view is not made of whole dimensions."""
+    """The ruler's dimension for each dimension of a view; None if the view splits or merges dimensions."""
     if view.numel() != ruler.numel() or not (view is ruler or view._base is ruler):
         return None
     wide = [d for d in range(ruler.dim()) if ruler.shape[d] > 1]
@@ -235,7 +249,7 @@ def _dims(view: Tensor, ruler: Tensor) -> Dims | None:
 
 
 def _read_alike(view: WeightView, views: dict[fx.Node, WeightView]) -> bool:
-    """Is every node of the chain read as the weight of layers alone, and along one dimension of the parameter?"""
+    """Do only layers read the nodes of the chain, as weights, and along the same dimension of the parameter?"""
     read: set[int | None] = set()
     for node, dims in zip(view.chain, view.dims, strict=True):
         for user in node.users:

@@ -18,7 +18,7 @@ from smcp_fx.tracing.traits import Trait, has
 
 
 def written_views(module: fx.GraphModule, write: fx.Node) -> Iterator[tuple[fx.Node, str]]:
-    """The views and their bases that must keep their channels because of this node, if it writes; with the reason."""
+    """The views and bases whose channels must stay because this node writes into them, with the reason."""
     if not writes_in_place(write, module):
         return
     for path in _written(module, write):

@@ -14,7 +14,8 @@ from smcp_fx.tracing.call_forms import Form, is_default, is_option, parameters_o
 from smcp_fx.tracing.sentences import TAKEN
 
 #: The attribute of a graph that says how it was traced: ``fixed`` {argument: its default}, of those that the example
-#: left out, and ``needed``, the arguments without which there is no trace.
+#: left out, and ``needed``, the arguments without which there is no trace. ``order``: the arguments that a call by
+#: position gives, where the graph has others, or more.
 CALL = "traced_call"
 
 
@@ -30,8 +31,12 @@ def call_of(model: nn.Module, inputs: tuple[Any, ...], forms: tuple[Form, ...]) 
         and not is_default(given, parameter.default)
         and parameter.name not in spare
     ]
-    fixed = {p.name: p.default for p in named[len(inputs) :] if is_plain(p.default)}
-    return {CALL: {"fixed": fixed, "needed": needed}} if fixed or needed else {}
+    names = [parameter.name for parameter, _ in zip(parameters, inputs, strict=False)]
+    left = [p for p in named if p.name not in names]
+    fixed = {p.name: p.default for p in left if is_plain(p.default)}
+    order = getattr(model.forward, "order", None)  # of `positional`
+    told = {"fixed": fixed, "needed": needed} if fixed or needed or order else {}
+    return {CALL: told | ({} if order is None else {"order": order})} if told else {}
 
 
 class CalledAsTraced(nn.Module):
@@ -39,7 +44,7 @@ class CalledAsTraced(nn.Module):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """As the model's; raises `AssumptionError` for calls of another kind than the example."""
-        if kwargs or len(args) != self._places() or any(given is None for given in args):
+        if kwargs or not self._takes(args):
             args, kwargs = self._as_traced(args, kwargs)
         try:
             return super().__call__(*args, **kwargs)
@@ -48,8 +53,23 @@ class CalledAsTraced(nn.Module):
                 raise AssumptionError(str(error)) from None
             raise
 
-    def _places(self) -> int:
-        return type(self).forward.__code__.co_argcount - 1
+    def by_place(self, *inputs: Any) -> Any:
+        """A call by the graph's own arguments in their order, of which the model may take some by name only."""
+        if "order" not in vars(self).get(CALL, {}):
+            return self(*inputs)
+        return self(**dict(zip(self._names(), inputs, strict=True)))
+
+    def _names(self) -> list[str]:
+        return [*inspect.signature(type(self).forward).parameters][1:]
+
+    def _takes(self, args: tuple[Any, ...]) -> bool:
+        """Does the graph's forward take these as the model does?"""
+        count = type(self).forward.__code__.co_argcount - 1
+        return (
+            len(args) == count
+            and "order" not in vars(self).get(CALL, {})
+            and all(given is not None for given in args)
+        )
 
     def _as_traced(
         self, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -59,22 +79,24 @@ class CalledAsTraced(nn.Module):
         own = [*signature.parameters.values()][1:]
         if any(parameter.kind == parameter.VAR_POSITIONAL for parameter in own):
             return args, kwargs
-        told = vars(self).get(CALL) or {"fixed": {}, "needed": []}
+        told: dict[str, Any] = vars(self).get(CALL) or {"fixed": {}, "needed": []}
         fixed: dict[str, Any] = told["fixed"]
-        count = len(own)
-        rest = dict(zip(fixed, args[count:], strict=False))
-        rest |= {name: value for name, value in kwargs.items() if name in fixed}
-        args = args[:count] + args[count + len(fixed) :]
-        kwargs = {name: value for name, value in kwargs.items() if name not in fixed}
-        for name, value in rest.items():
-            if not _same(value, fixed[name]):
+        order = told.get("order") or [*self._names(), *fixed]
+        placed = dict(zip(order, args, strict=False))
+        for name, value in (placed | kwargs).items():
+            if name in fixed and not _same(value, fixed[name]):
                 called = f"a tensor {name}" if isinstance(value, Tensor) else f"{name}={value!r:.60}"
                 self._refuse(
                     f"with {name}={fixed[name]!r}, its default, and is called with {called}",
                     f"an example that has it: prepare(model, {{..., {name!r}: ...}}). Calls without it work, too",
                 )
         try:
-            bound = signature.bind(self, *args, **kwargs)
+            if len(args) > len(order):
+                raise TypeError(f"by position it takes {', '.join(order) or 'nothing'}, and got {len(args)}")
+            if twice := placed.keys() & kwargs.keys():
+                raise TypeError(f"multiple values for argument {min(twice)!r}")
+            by_name = {name: value for name, value in (placed | kwargs).items() if name not in fixed}
+            bound = signature.bind(self, **by_name)
         except TypeError as error:
             told_of = ", ".join(p.name if p.default is p.empty else f"{p.name}={p.default!r}" for p in own)
             raise InputError(
@@ -82,12 +104,11 @@ class CalledAsTraced(nn.Module):
                 "prepare the model with an example of such a call, or call the class itself: convert(prepared, "
                 "into=model) has its whole forward"
             ) from None
-        given = bound.arguments
         for parameter in own:
-            value = given.get(parameter.name, parameter.default)
+            value = bound.arguments.get(parameter.name, parameter.default)
             if parameter.name in told["needed"] and is_default(value, parameter.default):
                 self._refuse(f"with {parameter.name}, and is called without it", "an example of such a call")
-        return args, kwargs
+        return bound.args[1:], bound.kwargs
 
     def _refuse(self, what: str, example: str) -> None:
         raise AssumptionError(

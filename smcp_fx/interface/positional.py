@@ -42,7 +42,11 @@ def positional(model: nn.Module, example_inputs: Any) -> tuple[nn.Module, tuple[
     taking = _taking(
         model, names, lambda values: (values[:split], dict(zip(named, values[split:], strict=True)))
     )
-    type(taking).forward.__signature__ = _signature(model, names)  # type: ignore[attr-defined]
+    forward: Any = type(taking).forward
+    forward.__signature__ = _signature(model, names)
+    forward.order = [re.sub(r"\W", "_", name) for name in names[:split]] + [
+        p.name for p in parameters_of(model)[split:] if p.kind == p.POSITIONAL_OR_KEYWORD
+    ]
     return taking, (*args, *named.values())
 
 

@@ -6,6 +6,7 @@ from smcp_fx.backends.base import Backend, Fingerprint
 from smcp_fx.blocks.cutting import cut
 from smcp_fx.channels import ChannelGraph
 from smcp_fx.cost_model import NetworkCost
+from smcp_fx.errors import InputError
 from smcp_fx.latency.network import Measurer, NetworkLatency
 from smcp_fx.latency.progress import Watcher
 from smcp_fx.latency.residency import Residency
@@ -28,7 +29,8 @@ class LatencyCost:
         residency: how the hot and cold states of rows are weighted; by default from the size of this machine's cache,
             or by the table's ``cold_share`` if that is set.
 
-    Binding a network does not change it: each `prepare` makes a `NetworkLatency` of its own.
+    Raises `InputError` for a table or backend of another type. Binding a network does not change it: each `prepare`
+    makes a `NetworkLatency` of its own.
     """
 
     def __init__(
@@ -41,6 +43,14 @@ class LatencyCost:
         fingerprint: Fingerprint | None = None,
         residency: Residency | None = None,
     ) -> None:
+        if not isinstance(table, LatencyTable):
+            raise InputError(
+                f"table must be a LatencyTable, as LatencyTable({str(table)!r}) opens it; not {table!r}"
+            )
+        if not hasattr(backend, "fingerprint"):
+            raise InputError(
+                f"backend must be a backend, as get_backend('onnxruntime') gives it; not {backend!r}"
+            )
         self.table = table
         self.backend = backend
         self.measure = measure and fingerprint is None

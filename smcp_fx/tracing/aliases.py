@@ -18,7 +18,7 @@ from smcp_fx.tracing.rewrites import RESHAPED
 from smcp_fx.tracing.traits import Trait, has
 from smcp_fx.tracing.values import canonical_names, held
 
-#: Attributes of tensors that are not the tensor itself, seen in another way.
+#: Attributes of tensors that share no memory with the tensor.
 _ABOUT = {"shape", "dtype", "device", "layout", "ndim", "names", "requires_grad", "is_leaf", "is_cuda"}
 #: Functions of Python that hold their operands; the others give numbers.
 _CONTAINERS = (tuple, list, dict, set)
@@ -55,7 +55,7 @@ def is_source(operand: fx.Node, node: fx.Node, model: nn.Module) -> bool:
 def sharing(
     target: fx.Node, earlier: Collection[fx.Node], model: nn.Module
 ) -> tuple[set[fx.Node], set[fx.Node]]:
-    """The nodes that are the very tensor by another name, and others that may hold its memory.
+    """The nodes that return the same tensor, and other nodes that may share its memory.
 
     ``earlier``: the nodes that have run.
     """
@@ -79,7 +79,7 @@ def sharing(
 
 
 def origins(node: Any, model: nn.Module) -> set[Any]:
-    """The tensors that no operation took from another, and whose memory the node may be."""
+    """The tensors at the start of the chains of views that may end in this node."""
     found, todo = set(), [node]
     while todo:
         one = todo.pop()
@@ -90,13 +90,13 @@ def origins(node: Any, model: nn.Module) -> set[Any]:
 
 
 def memory_of_model(model: nn.Module, graph: fx.Graph) -> dict[fx.Node, str]:
-    """The nodes that may be the memory of a tensor that the model holds, under whatever name, with its name."""
+    """The nodes that may share memory with a tensor of the model, and a name of that tensor."""
     found: dict[fx.Node, str] = {}
     for node in graph.nodes:
         if node.op == "get_attr":
             if isinstance(held(model, str(node.target)), Tensor):
                 found[node] = str(node.target)
-        elif found.keys().isdisjoint(node.all_input_nodes):  # nearly all nodes, told soonest
+        elif found.keys().isdisjoint(node.all_input_nodes):  # the usual case, which is the fastest to check
             continue
         elif known := [found[source] for source in sources(node, model) if source in found]:
             found[node] = known[0]

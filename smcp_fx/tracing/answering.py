@@ -20,7 +20,7 @@ class AnsweringTracer(fx.Tracer):
 
     @abstractmethod
     def evaluating(self) -> bool:
-        """Whether a value is being computed, rather than the graph made."""
+        """Whether a value is being computed (and no graph is being recorded)."""
 
     @abstractmethod
     def value(self, node: fx.Node) -> Any:
@@ -32,15 +32,15 @@ class AnsweringTracer(fx.Tracer):
 
     @abstractmethod
     def is_tensor(self, obj: Proxy) -> bool:
-        """Does a proxy stand for a tensor, or for what only a tensor's values tell?"""
+        """Does a proxy stand for a tensor, or for a number that depends on a tensor's values?"""
 
     @abstractmethod
     def number(self, obj: Proxy) -> Any:
-        """The number a proxy stands for; what follows from it is fixed in the graph."""
+        """The number behind a proxy; everything computed from it is fixed in the graph."""
 
     @abstractmethod
     def index(self, obj: Proxy, asker: FrameType) -> Any:
-        """The number, asked for by ``__index__``; whoever asks may still take the proxy itself."""
+        """The number for ``__index__``; the caller may still use the proxy itself."""
 
     @abstractmethod
     def length(self, obj: Proxy) -> int:
@@ -52,11 +52,11 @@ class AnsweringTracer(fx.Tracer):
 
     @abstractmethod
     def check_parts(self, obj: Proxy) -> None:
-        """Assume that a split gives as many parts as are unpacked from it."""
+        """Assume that a split gives as many parts as the code unpacks."""
 
     @abstractmethod
     def keep_symbolic(self, obj: Proxy, caller: FrameType) -> None:
-        """Take back an assumption that a function of torch made by looking whether its argument is a number."""
+        """Withdraw an assumption that only arose as a function of torch checked whether its argument is a number."""
 
     @abstractmethod
     def in_place(self, written: Callable[..., Any], obj: Proxy, other: Any) -> Any:

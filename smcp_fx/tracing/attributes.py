@@ -1,4 +1,4 @@
-"""The attributes of modules, and what forward assigns to them while it is traced.
+"""The attributes of modules, and the values that forward assigns to them during a trace.
 
 self.mean = self.mean.type_as(x)      the attribute is the traced tensor for the rest of the call, and no longer
 """
@@ -45,22 +45,23 @@ def held_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def _attributes_of(module: nn.Module) -> dict[str, tuple[Any, Any]]:
-    """A module's attributes, and what lists and dicts hold, since forward may add to them."""
+    """A module's attributes, and the content of lists and dicts, to which forward may add."""
     return {
-        name: (value, _copied(value) if isinstance(value, (list, dict)) else None)
+        # Modules hold a dozen empty dicts of hooks each.
+        name: (value, (_copied(value) if value else ()) if isinstance(value, (list, dict)) else None)
         for name, value in vars(module).items()
     }
 
 
 def _copied(value: list[Any] | dict[Any, Any]) -> list[Any] | dict[Any, Any]:
-    """A copy. (Modules hold a dozen empty dicts of hooks each, for which `copy.copy` takes a roundabout way.)"""
+    """A copy, by a shorter way than `copy.copy`'s for the usual types."""
     return value.copy() if type(value) in (list, dict, OrderedDict) else copy.copy(value)
 
 
 def _restore_attributes(
     module: nn.Module, attributes: dict[str, tuple[Any, Any]], constants: bool = True
 ) -> None:
-    """Undo what forward did to the module while it was traced: a cache would hold proxies now.
+    """Undo the changes of a traced forward to the module: a cache would hold proxies now.
 
     The ``constants`` that the tracer adds stay: the graph reads them. A list or dict that forward has put in the
     place of another stays as it is, since forward may have returned it.
@@ -76,7 +77,7 @@ def _restore_attributes(
         elif not isinstance(value, dict) or not (value or content):  # as the hooks of most modules
             continue
         elif type(value).update in (dict.update, OrderedDict.update):
-            value.clear()  # (a frozen one stays what it is)
+            value.clear()  # (frozen ones cannot change)
             value.update(content)
 
 
@@ -84,18 +85,16 @@ class Attributes:
     """The attributes of a model's modules, to be put back."""
 
     def __init__(self, model: nn.Module) -> None:
-        self._held = [(module, _attributes_of(module)) for module in model.modules()]
-        self._modes = [
-            (module, module.training)
-            for module in model.modules()
-            if isinstance(module, torch.jit.ScriptModule)
-        ]
+        modules = list(model.modules())
+        self._held = [(module, _attributes_of(module)) for module in modules]
+        scripted = (module for module in modules if isinstance(module, torch.jit.ScriptModule))
+        self._modes = [(module, module.training) for module in scripted]
 
     def restore(self, constants: bool = True) -> None:
         """Undo what was assigned since."""
         for module, attributes in self._held:
             _restore_attributes(module, attributes, constants)
-        for module, mode in self._modes:  # a scripted module keeps its mode elsewhere
+        for module, mode in self._modes:  # a scripted module stores its mode elsewhere
             module.training = mode
 
 
@@ -124,7 +123,7 @@ def _flags(module: nn.Module) -> Iterator[tuple[Attribute, Any]]:
 
 
 def may_be_initialised(model: nn.Module) -> Iterator[Tensor]:
-    """The parameters of modules, but torch's own, that hold a flag: their first call may set them."""
+    """The parameters of modules with a flag, without torch's own modules: their first call may set them."""
     for module in model.modules():
         own = type(module).__module__.startswith("torch.")
         if module._parameters and not own and any(True for _ in _flags(module)):
@@ -132,7 +131,7 @@ def may_be_initialised(model: nn.Module) -> Iterator[Tensor]:
 
 
 class Assignments:
-    """While it is entered, forward may assign to a buffer what it computes.
+    """While it is entered, forward may assign computed tensors to buffers.
 
     The value goes into the module's dict, where it shadows the buffer; whoever traces removes it again. A graph that
     is `finished` writes it into the buffer at the end: until then, who read what the buffer held reads it still.
@@ -162,7 +161,7 @@ class Assignments:
         return self
 
     def _keeps(self, buffer: Any, value: Proxy) -> bool:
-        """Is it the buffer itself, or a tensor like it, which is written at the end?"""
+        """Is the value the buffer itself, or a tensor of its shape and type, which is written at the end?"""
         if _memory_of(value.node, self.held) is buffer:
             return True
         read = self.tracer.create_proxy("get_attr", self._names[id(buffer)], (), {})
@@ -182,7 +181,7 @@ class Assignments:
 
 
 def _memory_of(node: Any, held: dict[str, Tensor]) -> Tensor | None:
-    """The tensor that the node gives in another type, or has written into (`self.mean *= 0.9`)."""
+    """The model's tensor that the node casts, or writes into (`self.mean *= 0.9`)."""
     while isinstance(node, fx.Node) and (
         (node.op == "call_method" and (node.target in _CASTS or str(node.target).endswith("_")))
         or node.target in PLAIN

@@ -28,7 +28,7 @@ from smcp_fx.tracing.plain_functions import forward_of_function, is_plain_functi
 
 @contextmanager
 def functions_kept(tracer: Any) -> Iterator[None]:
-    """While it lasts, functions of autograd that are applied to proxies become nodes.
+    """While it is entered, functions of autograd that are applied to proxies become nodes.
 
     So do those whose `apply` was bound before (`swish = Swish.apply`). That is code in C, which looks up two
     attributes: the class of the backward, while gradients are as the model has set them, then the forward.
@@ -41,7 +41,7 @@ def functions_kept(tracer: Any) -> Iterator[None]:
         if issubclass(cls, CheckpointFunction):
             return args[0](*args[2:])  # it recomputes what it runs, which changes no number
         if not kwargs and is_plain_function(cls, pytree.tree_map(seen, args)):
-            with tracer.contexts.with_gradients():  # switched off inside, which is off in any such forward
+            with tracer.contexts.with_gradients():  # gradients are always off inside such a forward
                 return forward_of_function(cls)(*args)
         alone = not kwargs and works_on_each_value(cls, pytree.tree_map(seen, args))
         return tracer.create_proxy("call_function", applied(cls, alone), args, kwargs)
@@ -57,7 +57,7 @@ def functions_kept(tracer: Any) -> Iterator[None]:
             return lambda *args: None if _any_proxy(args) else found(*args)
         if name != "forward":
             return found
-        # Where a function sets up its context apart, forward is given none.
+        # If a function has a separate setup_context, its forward gets no context.
         separate = type.__getattribute__(cls, "setup_context") is not _NO_SETUP
 
         def forward(*args: Any) -> Any:
@@ -116,5 +116,5 @@ class Applied:
 
 @functools.cache
 def applied(cls: Any, alone: bool = False) -> Applied:
-    """What applies this class: one object a class. ``alone``: it works on each value alone."""
+    """The object that applies this class, one a class. ``alone``: the function is element-wise."""
     return Applied(cls, alone)

@@ -30,6 +30,7 @@ from smcp_fx.tracing.mode_reads import unmarked
 from smcp_fx.tracing.modes import is_by_mode, with_branches
 from smcp_fx.tracing.own_weights import forward_with_weight, has_hooks
 from smcp_fx.tracing.recurrent import recurrent
+from smcp_fx.tracing.trees import leaves_of
 
 #: In a node's meta: the calls of modules that returned it, by their keys in ``nn_module_stack``.
 _CALLS = "smcp_calls"
@@ -42,7 +43,7 @@ _PLAIN = (bool, int, float, str, type(None))
 
 @dataclass(frozen=True)
 class _Numbered:
-    """Stands for the node of this number."""
+    """A placeholder for the node of this number."""
 
     number: int
 
@@ -59,7 +60,7 @@ class _Tree:
         return [leaf.number for leaf in self.leaves if isinstance(leaf, _Numbered)]
 
     def filled(self, values: Any) -> Any:
-        """The nested values, with these in the places of the nodes, in order."""
+        """The nested values, with ``values`` in the places of the nodes, in order."""
         given = iter(values)
         return pytree.tree_unflatten(
             [next(given) if isinstance(leaf, _Numbered) else leaf for leaf in self.leaves], self.structure
@@ -75,8 +76,8 @@ class _Tree:
 
 
 def note_call(key: str, given: Any, returned: Any) -> None:
-    """Note on the nodes what a module was called with, as (args, kwargs), and what it returned."""
-    nodes = [leaf.node for leaf in pytree.tree_leaves(returned) if isinstance(leaf, Proxy)]
+    """Record on the nodes the arguments of a module's call, as (args, kwargs), and its result."""
+    nodes = [leaf.node for leaf in leaves_of(returned) if isinstance(leaf, Proxy)]
     trees = [_tree(value) for value in (given, returned)]
     if nodes and None not in trees:
         unmarked(nodes[0]).meta.setdefault(_CALLS, {})[key] = tuple(trees)
@@ -96,7 +97,7 @@ def _number(value: Proxy) -> int:
 
 
 def merge_notes(made: fx.Node, nodes: Iterable[fx.Node]) -> None:
-    """Note on a node what the notes of the traces' nodes say that it was made of."""
+    """Merge into a node the records of the traces' nodes that it was made of."""
     others = [node for node in nodes if node is not made]
     for node in others:
         if _CALLS in node.meta:
@@ -105,7 +106,7 @@ def merge_notes(made: fx.Node, nodes: Iterable[fx.Node]) -> None:
 
 
 def merge_numbers(made: fx.Node, nodes: Iterable[fx.Node]) -> None:
-    """Let the node stand for these nodes, too."""
+    """Give the node the numbers of these nodes, too."""
     numbers = {number for node in (made, *nodes) for number in node.meta.get(_NUMBERS, ())}
     if numbers:
         made.meta[_NUMBERS] = tuple(numbers)
@@ -118,7 +119,7 @@ _SEEN: weakref.WeakKeyDictionary[nn.Module, tuple[int, str, fx.GraphModule | Non
 
 
 def with_hooks(module: fx.GraphModule, root: str = "") -> fx.GraphModule | None:
-    """What runs in the module's place so that hooks on its blocks are called; None where no block has any.
+    """A replacement for the module's call that runs the hooks on its blocks; None if no block has hooks.
 
     ``root``: the path of the module whose forward the graph holds, if it is only a part of the graph module.
     Warns of hooks that cannot be called. Costs a look-up where no hook was registered since the last call.
@@ -148,7 +149,7 @@ class CalledWithHooks(nn.Module):
     """A graph module whose calls run the hooks of blocks that the graph holds."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """As usual; warns of hooks that cannot be called, as those of blocks where torch compiles or exports."""
+        """As usual, with a warning for hooks that cannot run, as those on blocks under torch.compile or export."""
         if torch.compiler.is_compiling():
             self._tell_of_hooks()
             return super().__call__(*args, **kwargs)
@@ -207,7 +208,7 @@ class _Rewiring:
         self.broken: set[str] = set()
 
     def of(self, graph: fx.Graph, done: frozenset[str] = frozenset()) -> fx.GraphModule:
-        """The graph's copy, as a module; ``done``: calls that are not to be looked for."""
+        """A copy of the graph as a module; ``done``: calls to skip."""
         copied = fx.Graph()
         result = copied.graph_copy(graph, {})
         if result is not None:
@@ -238,7 +239,7 @@ class _Rewiring:
 
 
 class _BlockCall:
-    """Calls a block whose forward is a part of the graph, on its arguments and what else the part reads."""
+    """Calls a block whose forward is a part of the graph, with its arguments and the part's other inputs."""
 
     def __init__(
         self, block: nn.Module, owner: nn.Module, part: fx.GraphModule, given: _Tree, returned: _Tree
@@ -276,7 +277,7 @@ def _noted(graph: fx.Graph, key: str) -> tuple[_Tree, _Tree] | None:
 
 @dataclass(frozen=True)
 class _Cut:
-    """A block's part of a graph: what it reads and gives, and the graph of it."""
+    """A block's part of a graph: its inputs, outputs and subgraph."""
 
     inside: list[fx.Node]
     reads: list[fx.Node]
@@ -286,7 +287,7 @@ class _Cut:
 
     @staticmethod
     def of(graph: fx.Graph, key: str, path: str) -> _Cut | None:
-        """None where the block's operations are no part of their own: others read what is inside."""
+        """None if the block's operations cannot be separated: other nodes read tensors inside."""
         trees = _noted(graph, key)
         nodes = {i: n for n in graph.nodes if not is_by_mode(n) for i in n.meta.get(_NUMBERS, ())}
         if trees is None or not {*trees[0].numbers, *trees[1].numbers} <= nodes.keys():
@@ -345,7 +346,7 @@ class _Cut:
 
 
 def _inside(graph: fx.Graph, key: str, path: str, given: set[fx.Node]) -> set[fx.Node]:
-    """The nodes that a call made, and those that passes made for them alone."""
+    """The nodes of a call, and the nodes that passes added for them only."""
     inside = {n for n in graph.nodes if n.op.startswith("call") and key in (n.meta.get(_STACK) or {})} - given
     own = f"{path}."
     for node in graph.nodes:
@@ -361,7 +362,7 @@ def _inside(graph: fx.Graph, key: str, path: str, given: set[fx.Node]) -> set[fx
 
 
 def _chosen(node: fx.Node, among: set[fx.Node]) -> fx.Node:
-    """What stands for the node in any mode, where the node is that in eval mode."""
+    """The node for any mode, given the node for eval mode."""
     choices: Iterator[fx.Node] = (u for u in node.users if u in among and is_by_mode(u) and u.args[1] is node)
     following = next(choices, None)
     return node if following is None else _chosen(following, among)

@@ -31,7 +31,7 @@ class Form:
 
     @property
     def key(self) -> str:
-        """What stands for it among the flags of modules."""
+        """Its key among the flags of modules."""
         return form_key(self.names)
 
     def of(self, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -41,7 +41,7 @@ class Form:
 
 
 def parameters_of(model: nn.Module) -> list[inspect.Parameter]:
-    """The arguments of forward; none where they are not known, as of a script."""
+    """The arguments of forward; none if they are unknown, as of a script."""
     try:
         return [*inspect.signature(model.forward).parameters.values()]
     except (TypeError, ValueError):
@@ -49,7 +49,7 @@ def parameters_of(model: nn.Module) -> list[inspect.Parameter]:
 
 
 def is_option(default: Any) -> bool:
-    """May forward ask whether an argument is this default, and do something else then? Numbers are computed with."""
+    """May forward compare an argument with this default, and branch? (With numbers it computes.)"""
     return default is None or type(default) in (bool, str)
 
 
@@ -61,7 +61,7 @@ def is_default(given: Any, default: Any) -> bool:
 
 
 def forms_of(model: nn.Module, inputs: tuple[Any, ...]) -> tuple[Form, ...]:
-    """The calls that leave out optional arguments of the example and that the model takes, those of most first."""
+    """The calls without optional arguments of the example that the model accepts, shortest calls first."""
     parameters = parameters_of(model)
     options = [
         (place, parameter.name, parameter.default)
@@ -75,7 +75,7 @@ def forms_of(model: nn.Module, inputs: tuple[Any, ...]) -> tuple[Form, ...]:
 
 
 def may_pin(graph: fx.Graph) -> bool:
-    """May calls that leave out arguments keep channels that the example's call would let go?
+    """May calls that leave out arguments need channels that the example's call does not?
 
     Not where they run a part of its operations, and return a part of its tensors.
     """
@@ -93,6 +93,6 @@ def may_pin(graph: fx.Graph) -> bool:
 def _runs(model: nn.Module, inputs: tuple[Any, ...]) -> bool:
     try:
         run_eager(model, inputs)
-    except Exception:  # whatever a model says where an argument is missing
+    except Exception:  # a model may raise anything if an argument is missing
         return False
     return True

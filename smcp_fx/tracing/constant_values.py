@@ -1,4 +1,4 @@
-"""Values of nodes that read nothing but what the model holds."""
+"""Values of nodes that only read the model's own tensors."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def overwritten(parameter: Tensor, value: Tensor) -> Tensor:
 
 
 def ancestors(node: fx.Node) -> frozenset[fx.Node]:
-    """The node, and all that it is computed from."""
+    """The node, and all nodes that it is computed from."""
     known, todo = {node}, [node]
     while todo:
         for source in todo.pop().all_input_nodes:
@@ -31,7 +31,7 @@ def ancestors(node: fx.Node) -> frozenset[fx.Node]:
 def computed_value(
     module: nn.Module, nodes: tuple[fx.Node, ...], given: Mapping[fx.Node, Tensor] | None = None
 ) -> Any:
-    """The value of the last of these nodes in eval mode. They read nothing but parameters, and nothing is written.
+    """The value of the last of these nodes in eval mode. They only read parameters, and write nothing.
 
     ``given``: values to take in the place of what some of the nodes read.
     """

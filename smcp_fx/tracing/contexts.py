@@ -1,4 +1,4 @@
-"""Contexts that a forward enters: what is computed without gradients, or without autocast, stays so.
+"""Contexts that a forward enters: operations without gradients, or without autocast, stay so.
 
     before   with torch.no_grad():            after    f = self.back(x)
                  f = self.back(x)                      detach = f.detach()
@@ -52,7 +52,7 @@ class AutocastError(TraceError):
         )
 
     def by_themselves(self, model: nn.Module) -> bool:
-        """Are they small parts of the model, which may be called as they are?"""
+        """Are the modules small parts of the model, which may stay calls?"""
         inside = [p for path in self.paths for p in model.get_submodule(path).parameters()]
         whole = sum(p.numel() for p in model.parameters())
         return "" not in self.paths and 2 * sum(p.numel() for p in inside) < whole
@@ -65,16 +65,16 @@ class Contexts:
         self.path = ""  # of the module whose forward runs
         self.autocast: set[str] = set()
         self._entered: list[tuple[str, bool]] = []
-        self._plain = False  # are gradients switched off to no effect?
+        self._plain = False  # does switching gradients off have no effect?
         self._thread = threading.get_ident()
 
     @property
     def elsewhere(self) -> bool:
-        """Is this another thread, whose modules have nothing to do with the trace?"""
+        """Is this another thread, whose modules do not belong to the trace?"""
         return threading.get_ident() != self._thread
 
     def note(self, node: fx.Node) -> None:
-        """Tag a new node with what holds where it is made."""
+        """Tag a new node with the present contexts."""
         if not (torch.is_grad_enabled() or self._plain):
             node.meta[NO_GRAD] = True
         for path, enabled in self._entered[-1:]:
@@ -85,7 +85,7 @@ class Contexts:
 
     @contextmanager
     def with_gradients(self) -> Iterator[None]:
-        """What is made in here has gradients, whatever is switched off inside, unless they are off already."""
+        """Nodes made inside have gradients, even if code inside switches them off, unless they are off already."""
         before, self._plain = self._plain, self._plain or torch.is_grad_enabled()
         try:
             yield
@@ -94,7 +94,7 @@ class Contexts:
 
     @contextmanager
     def watched(self) -> Iterator[None]:
-        """See autocast entered and left."""
+        """Watch where autocast is entered and left."""
         kind = torch.amp.autocast_mode.autocast
         signature = inspect.signature(kind.__init__)
         make, enter, leave = kind.__init__, kind.__enter__, kind.__exit__
@@ -129,7 +129,7 @@ def same_gradients(node: fx.Node, others: Iterable[fx.Node]) -> None:
 
 
 class _Returned(ModeInterpreter):
-    """Finds the operations that return what they were given: that keeps its gradient, wherever they run."""
+    """Finds the operations that return their operand itself, which keeps its gradient."""
 
     def __init__(self, module: fx.GraphModule) -> None:
         super().__init__(module)
@@ -146,7 +146,7 @@ class _Returned(ModeInterpreter):
 def detach_frozen(
     traced: fx.GraphModule, values: dict[str, Any], run: Callable[[Callable[..., Any]], Any]
 ) -> None:
-    """Detach what was made without gradients where it is read with them.
+    """Detach tensors made without gradients, if nodes with gradients read them.
 
     ``values`` are those of the nodes; ``run`` calls a function on the example inputs, the model in eval mode.
     Raises `TraceError` for an operation in there that writes into a tensor which has gradients.
@@ -196,7 +196,7 @@ def without_gradients(graph: fx.Graph) -> list[fx.Node]:
 
 
 def pin_before_detached(traced: fx.GraphModule) -> None:
-    """Pin layers that are read through ``detach()`` alone: no gradient comes back to them either."""
+    """Pin layers whose outputs are only read through ``detach()``: they get no gradient either."""
     nodes = list(traced.graph.nodes)
     cuts = [node for node in nodes if _detaches(node)]
     if not cuts:
@@ -207,7 +207,7 @@ def pin_before_detached(traced: fx.GraphModule) -> None:
 
 
 def _weights(node: fx.Node) -> set[str]:
-    """Where the weights lie that a node reads."""
+    """The paths of the weights that a node reads."""
     own = {str(node.target)} if node.op == "call_module" else set()
     return own | {str(given.target) for given in node.all_input_nodes if given.op == "get_attr"}
 
@@ -225,7 +225,7 @@ def _writes(node: fx.Node, traced: fx.GraphModule) -> bool:
 
 
 def _before(ends: list[fx.Node]) -> set[fx.Node]:
-    """What these nodes are computed from, up to what is detached."""
+    """The nodes that these are computed from, back to detached ones."""
     found: set[fx.Node] = set()
     todo = [given for end in ends for given in end.all_input_nodes]
     while todo:
@@ -237,7 +237,7 @@ def _before(ends: list[fx.Node]) -> set[fx.Node]:
 
 
 def pin_layers(module: nn.Module, nodes: Iterable[fx.Node]) -> None:
-    """Of these nodes, which run without gradients, note those that have weights: if layers, their channels stay."""
+    """Mark those of these nodes without gradients that read weights: if they are layers, their channels stay."""
     for node in nodes:
         if node.op == "call_module":
             weights = list(module.get_submodule(str(node.target)).parameters())

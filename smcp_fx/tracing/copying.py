@@ -15,7 +15,7 @@ from torch import Tensor, fx, nn
 from torch.overrides import TorchFunctionMode
 
 _T = TypeVar("_T")
-#: What a module holds its parts in.
+#: The attributes in which a module holds its parts.
 TABLES = ("_modules", "_parameters", "_buffers", "_non_persistent_buffers_set")
 
 

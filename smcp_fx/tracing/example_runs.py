@@ -21,7 +21,7 @@ _SAME = 1e-6
 
 
 def run_eager(model: nn.Module, inputs: tuple[Any, ...], run: Callable[..., Any] | None = None) -> Any:
-    """Run the model (or ``run``) in eval mode without gradients; what forward changes of the model is undone.
+    """Run the model (or ``run``) in eval mode without gradients, and undo changes to the model.
 
     It gets copies of the inputs, into which it may write.
     """
@@ -31,7 +31,8 @@ def run_eager(model: nn.Module, inputs: tuple[Any, ...], run: Callable[..., Any]
     )
     with _as_before(model), torch.no_grad():
         model.eval()
-        output = (run or model)(*inputs)
+        call = getattr(model, "by_place", model) if run is None else run
+        output = call(*inputs)
         return pytree.tree_map(lambda v: v, output)  # a dict that the model keeps is emptied again
 
 
@@ -47,7 +48,7 @@ class Recorder(ModeInterpreter):
         self.counted = MultiplyAdds()
 
     def fetch_args_kwargs_from_env(self, n: fx.Node) -> Any:
-        """Lists as the generated code has them: functions may write into them."""
+        """Plain lists, as in the generated code: functions may write into them."""
         return plain_lists(super().fetch_args_kwargs_from_env(n))
 
     def run_node(self, n: fx.Node) -> Any:
@@ -95,7 +96,7 @@ def in_all_modes(
         return values
     wanted = [dict.fromkeys((flag for case in cases for flag, _ in case), True) for cases in when.values()]
     in_training = {flag: True for flags in wanted for flag in flags}
-    for node, cases in when.items():  # then what neither mode runs, but a mixture of them
+    for node, cases in when.items():  # then nodes that only run in a mixture of the modes
         for modes in (in_training, *(dict(case) for case in cases)):
             if node.name not in values:
                 values = run(modes) | values

@@ -1,4 +1,4 @@
-"""What operations give for fake tensors, where these take long to tell.
+"""Results of operations on fake tensors, for operations that are slow on these.
 
 A fake tensor goes through Python at each operation, and is decomposed where a plain tensor on the meta device is not.
 """
@@ -22,7 +22,7 @@ _ARITHMETIC = frozenset("add div dropout gelu mul relu sigmoid silu softmax stoc
 
 
 def known_result(node: fx.Node, module: nn.Module | None, args: Any, kwargs: Any) -> Any:
-    """The result of a node; None where it is not known, and where the operation would fail."""
+    """The result of a node; None if it is unknown, or if the operation would fail."""
     if not args or not (isinstance(args[0], (Tensor, list, tuple)) or isinstance(args[-1], Tensor)):
         return None
     name = operation_name(node, module)
@@ -51,7 +51,7 @@ def known_result(node: fx.Node, module: nn.Module | None, args: Any, kwargs: Any
 
 
 def _moved(node: fx.Node, first: Tensor, args: Any, kwargs: Any) -> Any:
-    """What a plain tensor of the meta device gives; None where that fails, for the reason that a fake one gives."""
+    """The result for plain tensors on the meta device; None if that fails: a fake tensor will say why."""
     from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 
     mode, device = first.fake_mode, first.device  # type: ignore[attr-defined]
@@ -68,7 +68,7 @@ def _moved(node: fx.Node, first: Tensor, args: Any, kwargs: Any) -> Any:
                 result = getattr(args[0], str(node.target))(*args[1:], **kwargs)
             else:
                 result = node.target(*args, **kwargs)  # type: ignore[operator]
-        except Exception:  # a fake tensor then fails alike, and says why
+        except Exception:  # a fake tensor fails, too, and says why
             return None
     return mapped(lambda v: FakeTensor(mode, v, device) if isinstance(v, Tensor) else v, result)
 

@@ -1,4 +1,4 @@
-"""What the code that queries a traced tensor is doing: an `isinstance`, a dict look-up, a call."""
+"""The code that queries a traced tensor: an `isinstance`, a dict look-up, or a call."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def in_library(frame: FrameType) -> bool:
 
 
 def instruction_of(frame: FrameType) -> dis.Instruction | None:
-    """What the frame is at."""
+    """The frame's present instruction."""
     return _instruction(frame.f_code, frame.f_lasti)
 
 
@@ -32,7 +32,7 @@ def asks_for_type(frame: FrameType) -> bool:
 
 
 def looks_up(frame: FrameType) -> bool:
-    """Does the frame look up a key itself, or by a method of dicts and sets; and calls nothing else?"""
+    """Does the frame look up a key, itself or by a method of dicts and sets, and call nothing else?"""
     instruction = instruction_of(frame)
     if instruction is None or "CALL" not in instruction.opname:
         return instruction is not None
@@ -47,7 +47,7 @@ def _instruction(code: CodeType, offset: int) -> dis.Instruction | None:
 
 @functools.cache
 def _called(code: CodeType, offset: int) -> ast.expr | None:
-    """What the instruction calls, as the source says; None where that cannot be read (before Python 3.11)."""
+    """The called expression in the source; None if it cannot be read (before Python 3.11)."""
     instruction = _instruction(code, offset)
     place = getattr(instruction, "positions", None)
     if place is None or None in (place.lineno, place.end_lineno, place.col_offset, place.end_col_offset):

@@ -28,7 +28,7 @@ Traced = tuple[fx.Graph, dict[str, Tensor]]
 
 
 class GradientQuestions:
-    """What was asked while one graph was traced, and answered with ``answer``."""
+    """The questions during one trace, all answered with ``answer``."""
 
     def __init__(self, answer: bool = False) -> None:
         self.answer = answer
@@ -41,7 +41,7 @@ class GradientQuestions:
         return node.op == "call_function" and node.target is getattr and node.args[1] in _ASKED
 
     def answered(self, node: fx.Node, where: str) -> bool:
-        """The answer, put down with the line that asked."""
+        """The answer, recorded with the line that asked."""
         self._nodes.add(node)
         self.asked.append(where)
         return self.answer is _ASKED[str(node.args[1])]
@@ -94,7 +94,7 @@ def _equal(first: Tensor, second: Tensor) -> bool:
 
 
 class Checkpoints:
-    """While it is entered, `torch.utils.checkpoint` just calls what it is given, where that is being traced.
+    """While it is entered, `torch.utils.checkpoint` only calls its function, if it is being traced.
 
     ``every``: everywhere.
     """

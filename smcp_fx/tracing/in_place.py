@@ -1,4 +1,4 @@
-"""`x += y` becomes a new tensor that is read wherever the old one was, if nothing could tell the difference.
+"""`x += y` becomes a new tensor for all later readers, if no reader could see a difference.
 
     before   b = a; b += 1; return a + b      after   add = a + 1; return add + add
 
@@ -52,7 +52,7 @@ def is_tensor_for_sure(node: fx.Node) -> bool:
 
 
 def drop_releases(graph: fx.Graph) -> None:
-    """Leave out `x.set_()`, by which a forward gives up the memory of what it does not read again."""
+    """Drop `x.set_()`, with which a forward frees the memory of a tensor that it does not read again."""
     place = {node: index for index, node in enumerate(graph.nodes)}
     for node in reversed(list(graph.nodes)):
         given = node.args[0] if node.args else None
@@ -67,7 +67,7 @@ def drop_releases(graph: fx.Graph) -> None:
 
 
 def settle_in_place(graph: fx.Graph, model: nn.Module, value: Callable[[fx.Node], Any]) -> None:
-    """Make new tensors of what `+=` and its like write, where that is the same for all who read them later.
+    """Turn `+=` and similar writes into new tensors, if that is the same for all later readers.
 
     ``value`` gives a traced node's value on the example.
     """
@@ -91,7 +91,7 @@ def settle_in_place(graph: fx.Graph, model: nn.Module, value: Callable[[fx.Node]
 
 
 def _keeps_its_type(node: fx.Node, value: Callable[[fx.Node], Any]) -> bool:
-    """Is what is computed of the target's shape and type? A write is, whatever is added."""
+    """Does the result have the target's shape and type? (A write always keeps them.)"""
     target, other = node.args
     assert isinstance(target, fx.Node)
     try:

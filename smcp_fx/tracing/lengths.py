@@ -1,4 +1,4 @@
-"""How many parts `split`, `unbind` and their like give: fixed by the model, or by the example's sizes?
+"""Is the number of parts of `split`, `unbind` and similar operations fixed by the model, or by the example's sizes?
 
 q, k, v = qkv.reshape(b, n, 3, h, d).permute(2, 0, 3, 1, 4).unbind(0)     three, whatever the input
 for tile in x.split(8, dim=3)                                             as many as the width holds
@@ -31,7 +31,7 @@ _CONVOLUTIONS = {f"conv{rank}d" for rank in (1, 2, 3)} | {f"convtranspose{rank}d
 
 
 class Sizes:
-    """Which sizes of a traced graph are in the model's code or parameters, so that no input changes them.
+    """The sizes of a traced graph that come from the model's code or parameters, so that no input changes them.
 
     ``value`` tells nodes' values on the example; ``written`` what nodes were written into, and are as large as.
     """
@@ -50,7 +50,7 @@ class Sizes:
     # ---- parts ------------------------------------------------------------------------------------------
 
     def may_vary(self, node: fx.Node) -> bool:
-        """May `split`, `unbind` or one of their like give another number of parts for another input?"""
+        """May the number of parts of `split`, `unbind` or a similar operation depend on the input?"""
         name = self._name(node)
         if name not in _SPLITS or not isinstance(_source(node), fx.Node):
             return False
@@ -66,7 +66,7 @@ class Sizes:
             return size
         asked = proxy(asked) if isinstance(asked, fx.Node) else asked
         if "chunk" in name:
-            asked = (size + (asked - 1)) // asked  # how large each part is
+            asked = (size + (asked - 1)) // asked  # the size of each part
         return (size + (asked - 1)) // asked
 
     def _dim(self, node: fx.Node) -> int:
@@ -82,7 +82,7 @@ class Sizes:
         passed = []
         while (node, dim) not in self._known:
             passed.append((node, dim))
-            self._known[node, dim] = False  # until it is told
+            self._known[node, dim] = False  # until known
             found = self._told(node, dim)
             if isinstance(found, bool):
                 self._known[node, dim] = found
@@ -93,7 +93,7 @@ class Sizes:
         return self._known[node, dim]
 
     def _told(self, node: fx.Node, dim: int) -> bool | tuple[fx.Node, int]:
-        """The answer, or the node and dimension of which it is the same."""
+        """The answer, or a node and dimension with the same answer."""
         if node.op == "get_attr":
             return True
         if node in self.written:
@@ -135,9 +135,9 @@ class Sizes:
         return (source, dim) if known and not spatial else False
 
     def _broadcast(self, node: fx.Node, name: str, dim: int) -> bool | tuple[fx.Node, int]:
-        """As `_told`, of operands that meet: the size is that of one that has not size 1."""
+        """As `_told`, for broadcast operands: the size is that of an operand without size 1."""
         size, rank, full = self.value(node).shape[dim], self.value(node).dim(), []
-        # Another tensor says which type, no more.
+        # The second tensor only names a type.
         for operand in node.all_input_nodes[: 1 if name in ("to", "typeas") else None]:
             shape = getattr(self.value(operand), "shape", ())
             place = dim - rank + len(shape)
@@ -146,7 +146,7 @@ class Sizes:
         return any(operand.op == "get_attr" for operand, _ in full) or next(iter(full), False)
 
     def _reshaped(self, node: fx.Node, name: str, source: fx.Node, dim: int) -> bool | tuple[fx.Node, int]:
-        """As `_told`, of dimensions that become one, or one that becomes several."""
+        """As `_told`, for merged or split dimensions."""
         rank = self.value(source).dim()
         first = int(_argument(node, 1, "start_dim", "dim") or 0) % rank
         if name == "flatten":
@@ -164,7 +164,7 @@ class Sizes:
         return source, dim if dim < first else dim - len(sizes) + 1
 
     def is_fixed_number(self, node: fx.Node) -> bool:
-        """Does the number follow from fixed sizes alone?"""
+        """Does the number follow from fixed sizes only?"""
         todo = [node]
         while todo:
             here = todo.pop()
@@ -178,7 +178,7 @@ class Sizes:
         return True
 
     def _asked_size(self, node: fx.Node) -> tuple[fx.Node | None, int]:
-        """The tensor and dimension whose size the node is, as of `x.size(1)` and `x.shape[1]`; None of another."""
+        """The tensor and dimension whose size the node is, as `x.size(1)` or `x.shape[1]`; None for other nodes."""
         source, place = _first_two(node)
         tensor, dims = None, range(0)
         if node.target is operator.getitem:
@@ -189,7 +189,7 @@ class Sizes:
         return (tensor, dims[place]) if known else (None, 0)
 
     def _dims(self, node: Any) -> tuple[fx.Node | None, range]:
-        """The tensor whose sizes the node holds, and of which dimensions: `x.shape`, `x.size()`, `x.shape[1:]`."""
+        """The tensor and dimensions whose sizes the node holds: `x.shape`, `x.size()`, `x.shape[1:]`."""
         if not isinstance(node, fx.Node):
             return None, range(0)
         source, index = _first_two(node)
@@ -242,7 +242,7 @@ def write_out_kernels(graph: fx.Graph, sizes: Sizes) -> None:
 
 
 def _slices(index: Any) -> bool:
-    """Does an index take slices between written numbers alone? Then as much is left of what is as large."""
+    """Does an index only take slices between literal numbers? Then equal sizes stay equal."""
     parts = index if isinstance(index, tuple) else (index,)
     edges = [edge for part in parts if isinstance(part, slice) for edge in (part.start, part.stop, part.step)]
     return all(isinstance(part, slice) for part in parts) and all(type(e) in (int, type(None)) for e in edges)

@@ -35,7 +35,7 @@ from smcp_fx.tracing.values import FROZEN, OPAQUE
 
 
 class UnexplainedError(Exception):
-    """Traces differ, and no decision before explains it; ``paths``: modules that may have to do with it."""
+    """Traces differ, and no earlier decision explains it; ``paths``: modules that may be the cause."""
 
     def __init__(self, paths: set[str]) -> None:
         super().__init__(paths)
@@ -51,14 +51,14 @@ class _Choice:
 
 @dataclass(frozen=True)
 class _Result:
-    """What a step computes."""
+    """The result of a step."""
 
     number: int
 
 
 @dataclass(frozen=True)
 class _Returned:
-    """What a call of a module returned, at this place."""
+    """The value that a module's call returned, at this place."""
 
     call: Any
     place: int
@@ -94,11 +94,11 @@ class _Chooser:
 
     def __init__(self, traces: Sequence[ModeTrace], paths: Paths, steps: list[Step]) -> None:
         self.traces, self.paths, self.steps = traces, paths, steps
-        self.returned: dict[_Returned, list[tuple[Path, Any]]] = {}  # by what the frame decided
+        self.returned: dict[_Returned, list[tuple[Path, Any]]] = {}  # by the frame's decisions
         self._step_of = {node: index for index, step in enumerate(steps) for node in step.nodes.values()}
 
     def choose(self) -> dict[_Returned, Any]:
-        """Choose; returns what frames returned."""
+        """Choose; returns the values that frames returned."""
         for step in self.steps:
             if len({structure(node) for node in step.nodes.values()}) > 1:  # outputs of several structures
                 step.chosen[_ALL] = self._chosen(step, [self._all(t, node) for t, node in step.nodes.items()])
@@ -134,7 +134,7 @@ class _Chooser:
         return fx.node.map_aggregate(node.args[0], lambda leaf: self._told(number, node, next(places), leaf))
 
     def _told(self, number: int, node: fx.Node, index: int, leaf: Any) -> Any:
-        """An argument as it is in every trace: a number, a step's result, or what a frame returned."""
+        """An argument in terms common to all traces: a number, a step's result, or a frame's result."""
         if not isinstance(leaf, fx.Node):
             return leaf
         trace = self.traces[number]
@@ -154,7 +154,7 @@ _ALL = -1
 
 
 def _decided(cases: list[tuple[Path, Any]]) -> Any:
-    """The value by the decisions that led to it."""
+    """The value as a function of the decisions that led to it."""
     values = [value for _, value in cases]
     if all(same(values[0], other) for other in values[1:]):
         return values[0]
@@ -212,7 +212,7 @@ class _Writer:
         return with_branches(self.graph)
 
     def _in_order(self) -> list[Step]:
-        """The steps in every trace's order, each behind all that it may read."""
+        """The steps in every trace's order, each after all steps that it may read."""
         after: list[set[int]] = [set() for _ in self.steps]
         last: dict[int, int] = {}
         for number, step in enumerate(self.steps):
@@ -291,10 +291,10 @@ class _Writer:
             self._made[key] = chosen
         return self._made[key]
 
-    # ---- what is done for its effect --------------------------------------------------------------------
+    # ---- nodes that run for their effect ----------------------------------------------------------------
 
     def _keep_effects(self) -> None:
-        """What a mode does it does, whether it is read or not: a batch norm counts, a random number is drawn."""
+        """Keep a mode's effects, even without readers: a batch norm counts, a random number is drawn."""
         step_of = {step.made: step for step in self.steps}
         runs: list[set[fx.Node]] = [
             set() for _ in self.traces
@@ -324,13 +324,13 @@ class _Writer:
         self._check()
 
     def _for_its_effect(self, node: fx.Node, step: Step) -> None:
-        """Say in which modes a node runs that nothing reads in all of these."""
+        """Record the modes in which a node runs that has no reader in some of them."""
         cases = [self.paths.of(self.traces[number], made) for number, made in step.nodes.items()]
         flag, *sides = self._when(node, cases)
         self._chosen_after(node, node, flag, sides)
 
     def _when(self, node: fx.Node, cases: list[Path]) -> tuple[str, Any, Any]:
-        """A flag, and what there is in each of its modes: the node, None, or the same again."""
+        """A flag, and the content of each of its modes: the node, None, or another such pair."""
         if not all(cases):
             return "", node, node
         sides: list[Any] = []
@@ -341,7 +341,7 @@ class _Writer:
         return cases[0][0][0], *sides
 
     def _chosen_after(self, point: fx.Node, node: fx.Node, flag: str, sides: Sequence[Any]) -> fx.Node:
-        """Write this choice behind the point, its parts first."""
+        """Write this choice after the point, its parts first."""
         given = []
         for side in sides:
             if isinstance(side, tuple):
@@ -354,7 +354,7 @@ class _Writer:
         return chosen
 
     def _check(self) -> None:
-        """Raise `TraceError` unless the graph runs what each trace has."""
+        """Raise `TraceError` unless the graph runs the nodes of each trace."""
         when = conditions(self.graph.nodes)
         for number, trace in enumerate(self.traces):
             modes = {n.name: trace.modes[owner_of_flag(n)] for n in self.graph.nodes if is_flag(n)}
@@ -384,7 +384,7 @@ class _Writer:
 
 
 def _of_a_choice(node: fx.Node) -> dict[str, Any]:
-    """What a choice says of itself: it is neither run without gradients nor opaque, whatever it chooses for."""
+    """The notes of a choice: it has gradients and is not opaque, whatever it chooses between."""
     return {key: value for key, value in node.meta.items() if key not in (NO_GRAD, OPAQUE, FROZEN)}
 
 

@@ -1,4 +1,4 @@
-"""Which modes a model has to be traced in, so that every combination of its modules' modes is covered.
+"""The modes in which a model must be traced, so that every combination of its modules' modes is covered.
 
 A forward that reads `training` of a module takes one of two ways, on which it may read that of other modules. The
 model is traced in eval and in train mode. If a frame (`smcp_fx.tracing.mode_reads`) made a decision after others, of
@@ -21,7 +21,7 @@ from smcp_fx.errors import TraceError
 from smcp_fx.tracing.mode_reads import FRAME, VIA, ModeLog
 from smcp_fx.tracing.sentences import listed_paths
 
-#: Decisions in the order in which they were made: whose mode, and what it was.
+#: Decisions in their order: the module's path, and its mode.
 Path = tuple[tuple[str, bool], ...]
 #: Modes of all modules, by path.
 Modes = Mapping[str, bool]
@@ -32,7 +32,7 @@ _MOST = 24
 
 @dataclass
 class ModeTrace:
-    """A model's graph in these modes of its modules, and what was read of them.
+    """A model's graph in these modes of its modules, and the reads of the modes.
 
     ``values`` are its nodes' on the example inputs, where graphs have to be told apart.
     """
@@ -45,11 +45,11 @@ class ModeTrace:
 
 
 class FormsError(TraceError):
-    """The modes can only be told with the calls of one form: arguments cannot be left out as well."""
+    """The modes are only known for one form of calls: arguments cannot be left out as well."""
 
 
 class Paths:
-    """What decided on each node of the traces.
+    """The decisions behind each node of the traces.
 
     ``leaking``: modules whose decisions count as their callers', too; ``together``: modules that have to be in the
     mode of another, which stands for them.
@@ -63,25 +63,25 @@ class Paths:
         self._calls: dict[int, list[Any]] = {}
 
     def leak(self, modules: set[str]) -> None:
-        """Take these modules' decisions for their callers', too."""
+        """Count these modules' decisions as their callers', too."""
         self.leaking |= modules
         self._decisions.clear()
         self._calls.clear()
 
     def of(self, trace: ModeTrace, node: fx.Node) -> Path:
-        """What was decided before the node was made, by those in whose forward it is."""
+        """The decisions before the node, by the modules in whose forwards it was made."""
         decisions = self._before(trace.log, *_made(node))
         return self._distinct([*decisions, ("", trace.modes[""])] if self.by_train else decisions)
 
     def returned(self, trace: ModeTrace, node: fx.Node, index: int, given: Any) -> list[tuple[int, int]]:
-        """The frames that returned the node's argument ``given``, the last first, and its place in what each did."""
+        """The frames that returned the node's argument ``given``, the last first, with its place in each result."""
         source, frames = node.meta.get(VIA, {}).get(index, (None, ()))
         if source is not given:
             return []
         return [each for each in frames if trace.log.frames[each[0]].path not in self.leaking]
 
     def call(self, trace: ModeTrace, number: int) -> Any:
-        """A frame by what it is in every trace: which module's, called after which decisions, how often before."""
+        """A frame's identity in every trace: its module, the decisions before it, and the number of earlier calls."""
         calls = self._calls.get(id(trace.log))
         if calls is None:
             calls = self._calls[id(trace.log)] = []
@@ -93,7 +93,7 @@ class Paths:
         return calls[number]
 
     def points(self, trace: ModeTrace) -> dict[fx.Node, Any]:
-        """Each node's place in the program: equal for those of two traces that one run of one line makes."""
+        """Each node's place in the program: equal for nodes of two traces that one run of a line makes."""
         found: dict[fx.Node, Any] = {}
         seen: dict[Any, int] = {}
         for node in trace.graph.nodes:
@@ -105,12 +105,12 @@ class Paths:
         return found
 
     def within(self, trace: ModeTrace, number: int) -> Path:
-        """What a frame decided."""
+        """A frame's decisions."""
         return self._distinct(read[1:] for read in self._of_frame(trace.log, number))
 
     def escaped(self, trace: ModeTrace, node: fx.Node, given: fx.Node, known: set[int]) -> set[str]:
-        """The modules that made decisions, and out of whose forward the argument came without being returned."""
-        if not trace.log.asked or given.op == "get_attr":  # what the model holds is read anywhere
+        """The modules with decisions from whose forward the argument came without being returned."""
+        if not trace.log.asked or given.op == "get_attr":  # any module may read the model's own tensors
             return set()
         around, inside = _around(trace, node), _around(trace, given)
         return {
@@ -120,7 +120,7 @@ class Paths:
         } - self.leaking
 
     def leaks(self, traces: Iterable[ModeTrace]) -> set[str]:
-        """The modules that assign attributes, or return a number or a structure, by what they decide."""
+        """The modules that assign attributes, or return numbers or structures, depending on their decisions."""
         seen: dict[Any, set[str]] = {}
         found = set[str]()
         for trace in traces:
@@ -132,7 +132,7 @@ class Paths:
         return found - self.leaking
 
     def ways(self, trace: ModeTrace) -> Iterator[Path]:
-        """Each decision of the trace, behind those that led to it."""
+        """Each decision of the trace, after those that led to it."""
         for number, frame in enumerate(trace.log.frames):
             before = self._before(trace.log, number, frame.entered)
             made = [read[1:] for read in self._of_frame(trace.log, number)]
@@ -145,7 +145,7 @@ class Paths:
         return outer + [read[1:] for read in self._of_frame(log, number) if read[0] < time]
 
     def _of_frame(self, log: ModeLog, number: int) -> list[tuple[int, str, bool]]:
-        """The frame's own decisions, and those that leak from the frames that it called, when they leave."""
+        """The frame's own decisions, and those that leak from the frames that it called, once they end."""
         key = id(log), number
         if key not in self._decisions:
             found = list(log.frames[number].reads)
@@ -175,7 +175,7 @@ def _around(trace: ModeTrace, node: fx.Node) -> set[int]:
 
 
 class Exploring:
-    """Traces a model in as many modes as it takes.
+    """Traces a model in as many modes as necessary.
 
     ``traced(mode, others)``: the trace after `train(mode)`, with ``others`` set one by one; ``fails``: does the model
     itself fail in these modes?
@@ -191,7 +191,7 @@ class Exploring:
         self.complete()
 
     def go_on(self, modules: set[str]) -> bool:
-        """Trace further, with these modules' decisions their callers'; False where that is of no use."""
+        """Trace further, with these modules' decisions as their callers'; False if that cannot help."""
         if not modules and self.paths.by_train:
             return False
         self.paths.by_train = not modules
@@ -215,7 +215,7 @@ class Exploring:
             self._trace(missing)
 
     def _missing(self) -> dict[frozenset[tuple[str, bool]], Modes]:
-        """Ways that no trace takes, with the modes of a trace that came to where they part."""
+        """Ways that no trace takes, each with the modes of a trace that reached the fork."""
         taken = [
             frozenset((self.paths.together.get(f, f), v) for f, v in t.modes.items()) for t in self.traces
         ]
@@ -229,7 +229,7 @@ class Exploring:
         return found
 
     def _trace(self, missing: dict[frozenset[tuple[str, bool]], Modes]) -> None:
-        """Trace the first missing way, and with it the others that go together with it."""
+        """Trace the first missing way, together with those that belong to it."""
         way, modes = next(iter(missing.items()))
         wanted = dict(way)
         for other in missing:
@@ -252,7 +252,7 @@ class Exploring:
             self._couple(set(asked.items()))
 
     def _couple(self, decisions: set[tuple[str, bool]]) -> None:
-        """Require these modules to be in one mode: what they decide together is known only for that."""
+        """Require these modules to be in one mode: their joint decisions are known only for that."""
         if any(path.startswith("?") for path in self.traces[0].modes):
             raise FormsError("there are more combinations of modes and arguments than can be told.")
         flags = {flag for flag, _ in decisions}

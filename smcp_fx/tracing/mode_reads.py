@@ -1,4 +1,4 @@
-"""Which modules' `training` a forward reads, and where: the log of one trace.
+"""The reads of modules' `training` in a forward: the log of one trace.
 
 Each call of a module is a frame. A read belongs to the frame whose forward reads. A node, or a call of another frame,
 depends on what its frame has read so far. What a frame returned is marked while the trace goes on:
@@ -38,7 +38,7 @@ class Frame:
     left: int = 0
     reads: list[tuple[int, str, bool]] = field(default_factory=list)
     assigns: bool = False  # does it assign attributes of modules?
-    returned: str = ""  # what it returned, but for the tensors
+    returned: str = ""  # its result, without the tensors
 
 
 class ModeLog:
@@ -52,18 +52,18 @@ class ModeLog:
         self._open = [0]
 
     def read(self, path: str, value: bool) -> None:
-        """The forward that runs has read `training` of the module at ``path``."""
+        """The running forward has read `training` of the module at ``path``."""
         if not self.closed:
             self.frames[self._open[-1]].reads.append((self._tick(), path, value))
             self.asked |= len(self._open) > 1
 
     def assigned(self) -> None:
-        """The forward that runs has assigned an attribute, which others may read."""
+        """The running forward has assigned an attribute, which others may read."""
         self.frames[self._open[-1]].assigns = True
 
     @contextmanager
     def frame(self, path: str) -> Iterator[Frame]:
-        """A module's forward runs."""
+        """Entered while a module's forward runs."""
         frame = Frame(path, self._open[-1], self._tick())
         self._open.append(len(self.frames))
         self.frames.append(frame)
@@ -74,11 +74,11 @@ class ModeLog:
             frame.left = self._tick()
 
     def note(self, node: fx.Node) -> None:
-        """Tell a new node where it was made."""
+        """Record on a new node where it was made."""
         node.meta[FRAME] = self._open[-1], self._tick()
 
     def mark(self, frame: Frame, output: Any, tracer: Any) -> Any:
-        """What the frame returned, marked as such where the frame has read a mode."""
+        """The frame's result, marked as such if the frame has read a mode."""
         frame.returned = _plainly(output)
         if self.closed or not frame.reads:
             return output
@@ -100,19 +100,19 @@ class ModeLog:
 
 
 def passed(value: Any) -> Any:
-    """What a frame returned; stands in a graph while it is traced only."""
+    """A mark around a frame's result; it is in the graph only during the trace."""
     return value
 
 
 def unmarked(node: fx.Node) -> fx.Node:
-    """The node behind such marks."""
+    """The node inside these marks."""
     while node.target is passed and isinstance(node.args[0], fx.Node):
         node = node.args[0]
     return node
 
 
 def drop_marks(graph: fx.Graph) -> None:
-    """Take the marks out of a finished trace; the nodes that read them know."""
+    """Remove the marks from a finished trace, and record them on their readers."""
     marks = [node for node in graph.nodes if node.target is passed]
     if not marks:
         return
@@ -133,12 +133,12 @@ def drop_marks(graph: fx.Graph) -> None:
 
 
 def made_beside(node: fx.Node, made: fx.Node) -> None:
-    """``made`` belongs to a finished trace as if ``node``'s frame had made it then."""
+    """Treat ``made`` in a finished trace as if ``node``'s frame had made it at that time."""
     made.meta |= {key: node.meta[key] for key in (FRAME, "nn_module_stack") if key in node.meta}
 
 
 def returned_instead(reader: fx.Node, given: fx.Node, other: fx.Node) -> None:
-    """The frames that returned one of the reader's arguments have returned the other."""
+    """Treat an argument of the reader as returned by the frames that returned the other."""
     if VIA in reader.meta:
         reader.meta[VIA] = {
             index: (other if source is given else source, frames)
@@ -164,7 +164,7 @@ class ReadsOfTraining:
         def read(module: nn.Module) -> bool:
             try:
                 value: bool = vars(module)["training"]
-            except KeyError:  # a scripted module, which keeps it elsewhere
+            except KeyError:  # a scripted module stores it elsewhere
                 raise AttributeError("training") from None
             if id(module) in self._paths and not self._evaluating():
                 self._note(self._paths[id(module)], value)

@@ -1,4 +1,4 @@
-"""The operations of several traces of one model, aligned: which nodes of the traces are the same operation.
+"""The operations of several traces of one model, aligned: the nodes of the traces that are the same operation.
 
 Nodes made by the same run of the same line are the same; between them, nodes that do the same in the same order.
 """
@@ -64,7 +64,7 @@ def _same_operations(model: nn.Module, one: fx.Graph, other: fx.Graph) -> bool:
 
 
 def _in_parallel(model: nn.Module, traces: Sequence[ModeTrace]) -> list[Step] | None:
-    """The steps where all traces run the same operations on each other's results; None where they do not."""
+    """The steps, if all traces run the same operations on the same results; otherwise None."""
     first = traces[0].graph
     for trace in traces[1:]:
         if not _same_operations(model, first, trace.graph):
@@ -84,7 +84,7 @@ def _in_parallel(model: nn.Module, traces: Sequence[ModeTrace]) -> list[Step] | 
 def _aligned(
     model: nn.Module, traces: Sequence[ModeTrace], paths: Paths, values: Callable[[ModeTrace], dict[str, Any]]
 ) -> list[Step]:
-    """The steps of all traces: surely one are nodes of one place in the program; else those that do the same."""
+    """The steps of all traces. Nodes from one place in the program are one step; then nodes with equal operations."""
     steps: list[Step] = []
     for number, trace in enumerate(traces):
         trace.values = trace.values or values(trace)
@@ -125,7 +125,7 @@ def _joined(steps: list[Step], own: list[Step]) -> list[Step]:
 
 
 def _alike(steps: list[Step], own: list[Step]) -> list[Step]:
-    """Two rows of steps as one; what does the same becomes one step."""
+    """Two rows of steps as one; equal operations become one step."""
     numbers: dict[Any, int] = {}
     first, second = ([numbers.setdefault(step.key, len(numbers)) for step in row] for row in (steps, own))
     found: list[Step] = []
@@ -142,7 +142,7 @@ def _as_one(step: Step, other: Step) -> Step:
 
 
 def _key(model: nn.Module, node: fx.Node, trace: ModeTrace) -> Any:
-    """Equal for nodes that do the same to tensors of the same shapes for the same module."""
+    """A key that is equal for equal operations of the same module on tensors of the same shapes."""
     if node.op == "output":
         return "output"
     plain = [
@@ -166,7 +166,7 @@ def _innermost(node: fx.Node) -> str:
 
 
 def _constant(model: nn.Module, node: fx.Node, otherwise: Any = "") -> Any:
-    """What a `get_attr` reads; tensors made in `forward` by their values, since the tracer names them by mode."""
+    """The tensor that a `get_attr` reads; one made in `forward` by its values, as its name depends on the mode."""
     if node.op != "get_attr" or not str(node.target).startswith("_tensor_constant"):
         return node.target if node.op == "get_attr" else otherwise
     held = getattr(model, str(node.target))
@@ -186,7 +186,7 @@ def same(a: Any, b: Any) -> bool:
 
 
 def computes(node: fx.Node, index: int) -> bool:
-    """Whether an argument matters to what the node does; an assertion's message names values by their modes' code."""
+    """Whether an argument changes the node's result; the messages of assertions differ between modes."""
     return node.target is not torch._assert or index == 0
 
 

@@ -48,7 +48,7 @@ _WITHOUT_AUTOCAST = f"with {', '.join(f'torch.autocast({kind!r}, enabled=False)'
 
 
 def by_mode(training: bool, evaluated: Any, trained: Any) -> Any:
-    """Return what the mode computed. Without users, it says in which mode its operand is run for its effect."""
+    """Return the mode's operand. Without users, the node tells in which mode its operand runs for its effect."""
     return trained if training else evaluated
 
 
@@ -68,12 +68,12 @@ def left_out(given: tuple[Any, ...], defaults: tuple[Any, ...]) -> bool:
 
 
 def form_key(names: Iterable[str]) -> str:
-    """What stands for leaving out these arguments where flags are named by their modules' paths."""
+    """The key for leaving out these arguments, among flags named by their modules' paths."""
     return f"?{','.join(names)}"
 
 
 def require_one_mode(graph: fx.Graph, paths: list[str]) -> None:
-    """Let the graph refuse to run where these modules are not all in one mode."""
+    """Let the graph refuse to run unless these modules are all in one mode."""
     names = listed_paths(paths)
     flags: list[fx.Node] = []
     for path in paths:
@@ -95,7 +95,7 @@ def require_one_mode(graph: fx.Graph, paths: list[str]) -> None:
 
 
 def is_by_mode(node: fx.Node) -> bool:
-    """Whether the two modes meet at this node."""
+    """Whether the node chooses between two modes."""
     return node.op == "call_function" and node.target is by_mode
 
 
@@ -114,7 +114,7 @@ def owner_of_flag(flag: fx.Node) -> str:
 
 
 def conditions(nodes: Iterable[fx.Node]) -> dict[fx.Node, Condition]:
-    """When each node runs: as its users need it; nodes without users, and in both modes, always."""
+    """The condition under which each node runs: when its users need it; without users, or in both modes, always."""
     found: dict[fx.Node, Condition] = {}
     for node in reversed(list(nodes)):
         wanted = _NEVER if node.users else ALWAYS
@@ -152,7 +152,7 @@ class Choice:
         return when == ALWAYS or any(all(self._mode(flag) is side for flag, side in case) for case in when)
 
     def taken(self, node: fx.Node) -> Any:
-        """The argument that these modes take at a node where the two meet."""
+        """The argument that these modes take at a node that chooses."""
         return node.args[1 + self._mode(str(node.args[0]))]
 
     def _mode(self, flag: str) -> bool:
@@ -181,7 +181,7 @@ class ModeInterpreter(fx.Interpreter):
         return self._choice.runs(node)
 
     def run_node(self, n: fx.Node) -> Any:
-        """The node's result; None for what these modes do not run."""
+        """The node's result; None if these modes do not run it."""
         if not self.runs(n):
             return None
         if is_by_mode(n):
@@ -295,7 +295,7 @@ def _nodes_in(tree: Any) -> set[fx.Node]:
 
 
 def _simplified(condition: Condition) -> Condition:
-    """The same cases in fewer words: what holds in both modes of a module, or as a part of another case."""
+    """Fewer cases with the same meaning: drop flags that do not matter, and cases contained in others."""
     cases = {case for case in condition if not any((name, not side) in case for name, side in case)}
     changed = True
     while changed:

@@ -1,4 +1,4 @@
-"""Multiply-adds of whatever PyTorch runs, counted by operation while it runs.
+"""Multiply-adds of PyTorch code, counted by operation while it runs.
 
 Parts that the channel graph has no layers of (modules called as they are, attention, Python around regions) have a
 cost too. They run on the example inputs under `MultiplyAdds`, which sees the operations inside every module.

@@ -17,7 +17,7 @@ from torch import fx
 
 
 def holds_unfit_names(graph: fx.Graph) -> bool:
-    """Does the graph call or read something whose name torch.fx would write wrongly?"""
+    """Does the graph call or read a module or tensor whose name torch.fx would write wrongly?"""
     targets = {str(node.target) for node in graph.nodes if node.op in ("call_module", "get_attr")}
     return any(not _fit(name) for target in targets for name in target.split("."))
 
@@ -39,6 +39,6 @@ def _written(base: str, target: str) -> str:
 
 @contextmanager
 def any_names() -> Iterator[None]:
-    """While it lasts, torch.fx writes any name as data; others as ever."""
+    """While it is entered, torch.fx writes unusual names as data, and others as before."""
     with mock.patch.object(torch.fx.graph, "_format_target", _written):
         yield

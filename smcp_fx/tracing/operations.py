@@ -86,7 +86,7 @@ def _function_names() -> dict[int, str]:
     return names
 
 
-#: Made here and now: while a model is traced, others stand in for some of them.
+#: Made at import: during a trace, stand-ins replace some functions.
 _NAMES = _function_names()
 
 
@@ -140,7 +140,7 @@ def writes_in_place(node: fx.Node, module: nn.Module) -> bool:
     if node.op not in ("call_function", "call_method"):
         return False
     name = str(node.target) if node.op == "call_method" else getattr(node.target, "__name__", "")
-    of_python = getattr(operator, name, None) is node.target  # `and_` is only so called: `and` is a keyword
+    of_python = getattr(operator, name, None) is node.target  # `and_` only has the name: `and` is a keyword
     plain = name.endswith("_") and not name.endswith("__") and not of_python
     in_operator = of_python and name in _IN_OPERATORS
     place = _place_of_inplace(node.target) if callable(node.target) else None

@@ -20,14 +20,14 @@ from smcp_fx.tracing.shape_runs import ShapeRuns
 from smcp_fx.tracing.tracer import Traced
 from smcp_fx.tracing.traits import Trait, has
 
-#: Channels of one operand may meet positions of the other.
+#: These may combine channels of one operand with positions of the other.
 _PRODUCTS = frozenset("baddbmm bmm einsum matmul mm scaleddotproductattention tensordot".split())
-#: Networks that halve the image five times take sides that differ by multiples of this.
+#: Networks that halve the image five times accept sides that differ by multiples of this.
 _STEP = 32
 
 
 def at_another_size(traced: Traced) -> dict[str, Any] | None:
-    """The values of all nodes, as `Traced.values` holds them, at the first other size that the network takes.
+    """The values of all nodes, like `Traced.values`, at the first other size that the network accepts.
 
     First come twice as many images that are somewhat larger, then more images alone, then other sides, one image at
     first, which tells soonest what is not taken. None where it takes nothing else, and where no operation makes the
@@ -57,7 +57,7 @@ def at_another_size(traced: Traced) -> dict[str, Any] | None:
 
 
 def _sizes_may_matter(traced: Traced) -> bool:
-    """May which channels meet depend on sizes? Not in what convolutions, norms, sums and concatenations make up."""
+    """May the combined channels depend on sizes? Not in networks of convolutions, norms, sums and concatenations."""
     for node in traced.module.graph.nodes:
         name = operation_of(traced.module, node) if node.op.startswith("call_") else None
         if name in _PRODUCTS:
@@ -84,7 +84,7 @@ def _only_ones(traced: Traced, node: fx.Node) -> bool:
 
 
 def _larger(sides: torch.Size) -> list[dict[int, int]]:
-    """Other sides for these, from what costs little and is taken by most networks to what some networks need."""
+    """Other sides: first cheap ones that most networks accept, last ones that only some networks need."""
     rules: tuple[Callable[[int], int], ...] = (
         lambda side: side + _STEP if side > _STEP and len(sides) > 1 else 2 * side,
         lambda side: 2 * side,
@@ -95,7 +95,7 @@ def _larger(sides: torch.Size) -> list[dict[int, int]]:
 
 
 def _values(traced: Traced, shapes: ShapeRuns, times: int, sides: dict[int, int]) -> dict[str, Any] | None:
-    """The values for ``times`` as many images with these sides; None where the network does not take them."""
+    """The values for ``times`` as many images with these sides; None if the network does not accept them."""
     given = _resized(traced.given, times, sides)
     values = None if shapes.refuse(given) else _recorded(traced, given)
     if values is None:
@@ -105,17 +105,17 @@ def _values(traced: Traced, shapes: ShapeRuns, times: int, sides: dict[int, int]
     outputs = (pytree.tree_leaves(each[end]) for each in (traced.values, values))
     for before, after in zip(*outputs, strict=False):
         if getattr(before, "shape", ())[:1] == (images,) and after.shape[0] != times * images:
-            return None  # `x.view(-1, 512)` made images of what is none
+            return None  # `x.view(-1, 512)` turned positions into images
     return values
 
 
 def _recorded(traced: Traced, given: tuple[Any, ...]) -> dict[str, Any] | None:
-    """The values of a run of the network itself; None where it fails."""
+    """The values of a run of the network itself; None if it fails."""
     try:
         with unchanged(traced.module), warnings.catch_warnings():
             warnings.simplefilter("ignore")
             return record(traced.module, given)[1]
-    except Exception:  # whatever a model says to inputs that it was not made for
+    except Exception:  # a model may raise anything for inputs that it was not made for
         return None
 
 

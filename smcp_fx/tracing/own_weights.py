@@ -29,7 +29,7 @@ _OTHER_HOOKS = ("_forward_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
 def own_weight(module: nn.Module, name: str) -> Tensor:
-    """What a hook of the module makes of its parameters under this name."""
+    """The weight of this name that a hook of the module computes from its parameters."""
     hook: Any = next(hook for hook in module._forward_pre_hooks.values() if _name(hook) == name)
     if isinstance(hook, BasePruningMethod):
         return hook.apply_mask(module)  # type: ignore[no-any-return, no-untyped-call]
@@ -39,7 +39,7 @@ def own_weight(module: nn.Module, name: str) -> Tensor:
 
 
 def computed_by_hooks(module: nn.Module) -> list[str]:
-    """The names of the weights that hooks of a layer compute; none where hooks do anything else."""
+    """The names of the weights that hooks of a layer compute; none if hooks do anything else."""
     hooks = [*module._forward_pre_hooks.values()]
     known = not (module._forward_hooks or module._forward_pre_hooks_with_kwargs) and all(map(_name, hooks))
     names = [_name(hook) for hook in hooks]
@@ -57,7 +57,7 @@ def _name(hook: Any) -> str:
 
 
 def has_hooks(module: nn.Module) -> bool:
-    """Does a call of the module call hooks beside those that compute its weights, which a graph does itself?"""
+    """Does a call of the module run hooks other than those that compute its weights (which the graph does itself)?"""
     held = module.__dict__
     return any(held[kind] for kind in _OTHER_HOOKS) or any(
         map(_is_other, held["_forward_pre_hooks"].values())
@@ -75,7 +75,7 @@ def is_parametrised_layer(module: nn.Module) -> bool:
 
 
 def owner_of(node: fx.Node) -> str | None:
-    """The name of the weight that the node computes, where it is one that a layer computes of its own."""
+    """The name of the weight that the node computes, if a layer computes it from its own parameters."""
     if node.op == "call_module" and _LISTS in str(node.target):
         return str(node.target).replace(_LISTS, ".")
     owner: Any = node.args[0] if node.target in (own_weight, overwritten) else None
@@ -95,15 +95,13 @@ def settle_named(model: nn.Module, names: Container[str]) -> None:
 
 
 def settle(module: nn.Module, name: str, value: nn.Parameter) -> None:
-    """Make the value the module's parameter of this name, and remove what computed it."""
+    """Make the value the module's parameter of this name, and remove the hook or parametrisation."""
     lists = module._modules.get("parametrizations")
     if lists is not None and name in lists._modules:
         _end_parametrisation(module, lists, name)
     for hooks in (module._forward_pre_hooks, module._state_dict_hooks, module._load_state_dict_pre_hooks):
         for key, hook in list(hooks.items()):
-            inner: Any = getattr(
-                hook, "hook", hook
-            )  # what goes with a hook when a state dict is saved or loaded
+            inner: Any = getattr(hook, "hook", hook)  # the hook's part in saving and loading state dicts
             if name in (_name(inner), _name(getattr(inner, "fn", None))):
                 del hooks[key]
     vars(module).pop(name, None)
@@ -112,8 +110,8 @@ def settle(module: nn.Module, name: str, value: nn.Parameter) -> None:
 
 
 def _end_parametrisation(module: nn.Module, lists: nn.Module, name: str) -> None:
-    """As torch removes one, but for the class, which copies of the module share."""
-    injected = parametrize.is_parametrized(module)  # a graph's module holds no more than the graph reads
+    """As torch removes a parametrisation, except for the class, which copies of the module share."""
+    injected = parametrize.is_parametrized(module)  # a graph's module only holds tensors that the graph reads
     before = parametrize.type_before_parametrizations(module)
     del lists._modules[name]
     if not lists._modules:

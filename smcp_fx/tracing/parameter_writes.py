@@ -32,7 +32,7 @@ _SAME = 1e-5
 
 
 def parameter_of(node: Any) -> fx.Node | None:
-    """The read of the tensor whose memory a node is: of `weight`, `weight.data`, `weight.detach()`."""
+    """The read of the tensor with which a node shares memory: `weight`, `weight.data`, `weight.detach()`."""
     while isinstance(node, fx.Node) and node.op != "get_attr":
         detached = node.target in ("detach", torch.detach) or (
             node.target is getattr and node.args[1] == "data"
@@ -44,7 +44,7 @@ def parameter_of(node: Any) -> fx.Node | None:
 
 
 def written_parameter(node: fx.Node, model: nn.Module) -> fx.Node | None:
-    """The read of the tensor that the node writes into, all of it or a part, where it is one that the model holds."""
+    """The read of the model's tensor that the node writes into, in whole or in part; None for other tensors."""
     if node.target is not overwritten and not (node.args and writes_in_place(node, model)):
         return None
     parts = parts_of(node)
@@ -52,7 +52,7 @@ def written_parameter(node: fx.Node, model: nn.Module) -> fx.Node | None:
 
 
 def settle_parameter_writes(graph: fx.Graph, model: nn.Module, adopt: Callable[[fx.Node], None]) -> None:
-    """Let who reads a parameter after a write read the written value; ``adopt`` makes a new node known.
+    """Let later readers of a written parameter read the written value; ``adopt`` registers a new node.
 
     Raises `TraceError` for an assignment to `.data` that is no weight which follows from parameters.
     """
@@ -81,7 +81,7 @@ def settle_parameter_writes(graph: fx.Graph, model: nn.Module, adopt: Callable[[
 
 
 def _drop_second_half(graph: fx.Graph, node: fx.Node) -> None:
-    """`w.data *= m`, which Python takes for `v = w.data; v *= m; w.data = v`: the first half has written."""
+    """`w.data *= m` is `v = w.data; v *= m; w.data = v` in Python: the second statement has already written."""
     own, value = node.args
     node.replace_all_uses_with(own)  # type: ignore[arg-type]
     graph.erase_node(node)
@@ -90,7 +90,7 @@ def _drop_second_half(graph: fx.Graph, node: fx.Node) -> None:
 
 
 class _Write:
-    """The write of ``node`` into ``parameter``, which the nodes ``reads`` read."""
+    """The write of ``node`` into ``parameter``, which the nodes ``reads`` read from the model."""
 
     def __init__(
         self, graph: fx.Graph, model: nn.Module, node: fx.Node, parameter: nn.Parameter, reads: set[fx.Node]
@@ -99,13 +99,13 @@ class _Write:
         self.place = {other: index for index, other in enumerate(graph.nodes)}
         after = self.place[node]
         views = [n for n in graph.nodes if parameter_of(n) in reads and self.place[n] < after]
-        self.own = [n for n in views if n.target is overwritten]  # what it was overwritten with before
+        self.own = [n for n in views if n.target is overwritten]  # earlier overwrites
         self.later = [
             (name, user) for name in {*reads, *views, node} for user in name.users if self.place[user] > after
         ]
 
     def refused(self) -> str:
-        """Why it stays the write it is; empty where it does not."""
+        """Why the write must stay; empty if it need not."""
         value = self._value()
         if value is None or not self.later:
             return "and not read afterwards"
@@ -131,7 +131,7 @@ class _Write:
         return None if operation is None else (operation, self.node.args)
 
     def _unsteady(self, operation: Any, args: tuple[Any, ...], way: frozenset[fx.Node]) -> str:
-        """Why two calls, one after the other, write something else, or nothing that fits."""
+        """Why a second call would write other values, or a tensor that does not fit."""
         ordered = [node for node in self.graph.nodes if node in way]
         held, written = self.parameter.detach().clone(), []
         with torch.no_grad(), torch.random.fork_rng():

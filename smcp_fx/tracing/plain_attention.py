@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import nn
 
 _NAMES = ("query", "key", "value", "key_padding_mask", "need_weights", "attn_mask")
-#: Torch's layers around attention, and the masks that each may compare with a causal one, with what spares it.
+#: Torch's layers around attention: masks that each may compare with a causal one, and the argument that avoids it.
 _LAYERS: dict[type[nn.Module], tuple[tuple[str, str], ...]] = {
     nn.TransformerEncoderLayer: (),
     nn.TransformerDecoderLayer: (),
@@ -38,12 +38,12 @@ def is_plain_attention(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any
 def forward_of(
     module: Any, forward: Callable[..., Any], value: Callable[[Any], torch.Tensor]
 ) -> Callable[..., Any]:
-    """What to trace in the place of its forward; ``value``: what a traced tensor is on the example."""
+    """The function to trace instead of its forward; ``value``: a traced tensor's value on the example."""
     if type(module) is nn.MultiheadAttention:
         return functools.partial(attend, module, value)
 
     def told(*args: Any, **kwargs: Any) -> Any:
-        """The forward, which compares no mask with a causal one: the mask that it is given is added all the same."""
+        """The forward, without comparing a mask with a causal one: the given mask is added anyway."""
         given = inspect.signature(type(module).forward).bind(module, *args, **kwargs)
         for name, hint in _LAYERS[type(module)]:
             if isinstance(given.arguments.get(name), torch.fx.Proxy) and given.arguments.get(hint) is None:
@@ -56,7 +56,7 @@ def forward_of(
 def attend(
     module: Any, value: Callable[[Any], torch.Tensor], /, *args: Any, **kwargs: Any
 ) -> tuple[Any, Any]:
-    """What the module's forward returns for such a call."""
+    """The result of the module's forward for such a call."""
     given = {**dict(zip(_NAMES, args, strict=False)), **kwargs}
     rank = value(given["query"]).dim()
     sources = [given[name] for name in _NAMES[:3]]
@@ -89,7 +89,7 @@ def attend(
 def attend_by_function(
     value: Callable[[Any], torch.Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[Any, Any] | None:
-    """What a call of `F.multi_head_attention_forward` returns (CLIP's pooling, say); None for one that adds keys."""
+    """The result of `F.multi_head_attention_forward` (as in CLIP's pooling); None for a call that adds keys."""
     bound = inspect.signature(F.multi_head_attention_forward).bind(*args, **kwargs)
     bound.apply_defaults()
     given = dict(bound.arguments)
@@ -114,7 +114,7 @@ def attend_by_function(
 
 
 def _alike(move: Callable[[Any], Any], sources: list[Any]) -> list[Any]:
-    """What is one tensor stays one."""
+    """Equal tensors stay the same object."""
     known: dict[int, Any] = {}
     for source in sources:
         if id(source) not in known:
@@ -142,7 +142,7 @@ def _projected(module: Any, sources: list[Any]) -> list[Any]:
 
 
 def _masks(module: Any, given: dict[str, Any], value: Callable[[Any], torch.Tensor], query: Any) -> list[Any]:
-    """What is added to the scores [images, heads, queries, keys]."""
+    """The bias that is added to the scores [images, heads, queries, keys]."""
     found = []
     for name in ("attn_mask", "key_padding_mask"):
         mask = given.get(name)

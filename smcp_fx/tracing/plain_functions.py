@@ -1,4 +1,4 @@
-"""Functions of autograd whose backward is the one that autograd would make of their forward: written to save memory.
+"""Functions of autograd whose backward equals autograd's own for their forward: they are written to save memory.
 
 They are traced through (a layer norm of one's own, a swish that recomputes, reversible blocks, which are given
 modules). Others stay calls: straight-through estimators, gradient reversals, functions written in another language.
@@ -24,31 +24,31 @@ from smcp_fx.tracing.operations import function_name, normal_name
 from smcp_fx.tracing.traits import Trait, has
 
 _NO_SETUP = torch.autograd.Function.setup_context
-#: Sizes of values, and of gradients, on which both backwards are compared: one that clips is another for large ones.
+#: Scales of values and gradients at which both backwards are compared: one that clips differs at large scales.
 #: Chosen, not measured.
 _SCALES = ((1.0, 1.0), (8.0, 1e-3), (0.1, 1e3))
 
 
 class Context:
-    """What a forward is given in the place of autograd's context; raises where it marks what it returns."""
+    """Stands in for autograd's context; raises if the forward marks its outputs."""
 
     needs_input_grad = (True,) * 64
 
     def save_for_backward(self, *tensors: Any) -> None:
-        """Save nothing: there is no backward of its own."""
+        """Save nothing: its own backward is not used."""
 
     def set_materialize_grads(self, value: bool) -> None:
         """Change nothing."""
 
     def mark_dirty(self, *tensors: Any) -> None:
-        """A forward that writes into its inputs is none to trace through."""
+        """A forward that writes into its inputs cannot be traced through."""
         raise TypeError("marked")
 
     mark_non_differentiable = mark_dirty
 
 
 def forward_of_function(cls: Any) -> Any:
-    """The function's forward, on its arguments alone."""
+    """The function's forward, on its arguments only."""
     forward, setup = (type.__getattribute__(cls, name) for name in ("forward", "setup_context"))  # as written
     return functools.partial(forward, Context()) if setup is _NO_SETUP else forward
 
@@ -63,7 +63,7 @@ def is_plain_function(cls: Any, args: tuple[Any, ...]) -> bool:
 
 
 def works_on_each_value(cls: Any, args: tuple[Any, ...]) -> bool:
-    """Is its forward made of operations on each value alone, whatever its backward is? (Rounding straight through.)
+    """Is its forward element-wise, whatever its backward is? (Straight-through rounding.)
 
     One that asks for sizes is not: its values may follow from the number of channels.
     """
@@ -100,7 +100,7 @@ def _answered(cls: Any, args: tuple[Any, ...], question: str, ask: Callable[[], 
 
 
 class _Watch(TorchFunctionMode):
-    """Notes which operations are run, but for questions that no channel answers."""
+    """Records the operations that run, except questions whose answers depend on no channel."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -109,7 +109,7 @@ class _Watch(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func not in _HARMLESS:
             name = function_name(func) or normal_name(getattr(func, "__name__", ""))
-            if name == "viewas" and args[0] is args[1]:  # how a forward returns what it reads
+            if name == "viewas" and args[0] is args[1]:  # a forward returns its input in this way
                 name = "identity"
             self.asked.append(_REVERSED.get(name, name))
         return func(*args, **(kwargs or {}))
@@ -120,11 +120,14 @@ _REVERSED = {"rsub": "sub", "rmul": "mul", "radd": "add", "rdiv": "div", "rtrued
 
 
 def _apart(ask: Callable[[], bool]) -> bool:
-    """The answer, found in a thread that no trace follows; no where the forward fails."""
+    """The answer, from a thread that no trace follows; False if the forward fails."""
     found: list[bool] = []
 
     def compare() -> None:
-        with torch.enable_grad(), contextlib.suppress(Exception):  # whatever a forward says to other values
+        with (
+            torch.enable_grad(),
+            contextlib.suppress(Exception),
+        ):  # a forward may raise anything for other values
             found.append(ask())
 
     apart = threading.Thread(target=compare)
@@ -189,7 +192,7 @@ def _own(args: Any, given: Any) -> tuple[Any, list[Tensor]]:
 
 
 class _Gradients(TorchFunctionMode):
-    """Gradients stay on, whatever a forward switches off."""
+    """Gradients stay on, even if a forward switches them off."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return None if func is torch._C._set_grad_enabled else func(*args, **(kwargs or {}))
@@ -197,7 +200,7 @@ class _Gradients(TorchFunctionMode):
 
 @contextlib.contextmanager
 def _kept() -> Iterator[None]:
-    """A forward keeps what autograd's own backward needs: gradients are on, and no tensor gives up its memory."""
+    """Keep everything that autograd's backward needs: gradients are on, and no tensor frees its memory."""
     ours, plain = threading.get_ident(), Tensor.set_
 
     def given_up(tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:

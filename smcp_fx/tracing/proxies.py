@@ -25,6 +25,7 @@ from smcp_fx.tracing.constant_values import overwritten
 from smcp_fx.tracing.frames import asks_for_type, in_library, instruction_of, looks_up
 from smcp_fx.tracing.plain_attention import attend_by_function
 from smcp_fx.tracing.sentences import express
+from smcp_fx.tracing.trees import leaf_class, leaves_of
 
 #: Functions of numpy on single numbers that give what Python's own give; those of `_FLOATS` as a float.
 _OF_NUMBERS: dict[str, Callable[..., Any]] = {
@@ -34,7 +35,7 @@ _OF_NUMBERS: dict[str, Callable[..., Any]] = {
     "less": operator.lt, "less_equal": operator.le, "greater": operator.gt, "greater_equal": operator.ge,
     "equal": operator.eq, "not_equal": operator.ne,
 }  # fmt: skip
-#: What no tensor is that a network is traced with.
+#: Kinds of tensors with which no network is traced.
 _NEVER = {"is_mkldnn", "is_nested", "is_quantized", "is_sparse", "is_sparse_csr"}
 _FLOATS = {"ceil", "floor", "trunc"}
 _PRODUCT = math.prod  # taken here, as those above: while torch.fx traces, `math` holds other functions
@@ -47,7 +48,7 @@ class AnsweringProxy(Proxy):
 
     @property  # type: ignore[misc]
     def __class__(self) -> type:
-        """What `isinstance` asks for: the type of the value.
+        """The type of the value, for `isinstance`.
 
         Only where the model itself asks: code in C that looks whether this is a tensor would take it for one.
         """
@@ -108,7 +109,9 @@ class AnsweringProxy(Proxy):
         frame = sys._getframe(1)
         if in_library(frame) or self.tracer.is_tensor(self):
             return object.__hash__(self)
-        if not looks_up(frame):  # functools.lru_cache would keep what was traced, and give it to others
+        if not looks_up(
+            frame
+        ):  # functools.lru_cache would keep a traced value, and return it to other models
             raise TypeError(
                 f"a number of the traced graph cannot be hashed here: write int({express(self.node)})"
             )
@@ -177,13 +180,13 @@ class AnsweringProxy(Proxy):
         return format(repr(self) if in_library(sys._getframe(1)) else self._text(), form)
 
     def _text(self) -> str:
-        """What a type or a device is called; a size is not fixed for a message's sake."""
-        asked = vars(self).get("attr")  # no value is worked out for a message either
+        """The name of a type or device. Sizes are not fixed just for a message."""
+        asked = vars(self).get("attr")  # nor are values computed for a message
         named = asked in ("dtype", "device", "layout") or (asked is None and self.node.target == "type")
         return str(self.tracer.number(self)) if named else f"<{express(self.node)} of the traced graph>"
 
     def __copy__(self) -> Proxy:
-        """A copy shares the memory, and no gradient goes through it."""
+        """A copy shares the memory, and passes no gradient."""
         detached = self.tracer.is_tensor(self)
         return self.tracer.create_proxy("call_method", "detach", (self,), {}) if detached else self
 
@@ -193,7 +196,7 @@ class AnsweringProxy(Proxy):
 
     @classmethod
     def __torch_function__(cls, orig_method: Any, types: Any, args: Any = None, kwargs: Any = None) -> Proxy:
-        asked = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, AnsweringProxy)]
+        asked = [leaf for leaf in leaves_of((args, kwargs)) if isinstance(leaf, AnsweringProxy)]
         for leaf in asked:
             leaf.tracer.keep_symbolic(leaf, sys._getframe(1))
         if orig_method is F.multi_head_attention_forward and asked:
@@ -233,6 +236,7 @@ class AnsweringProxy(Proxy):
         return pytree.tree_map(lambda v: self.tracer.number(v) if isinstance(v, Proxy) else v, tree)
 
 
+@leaf_class
 class ValueProxy(AnsweringProxy):
     """The proxy of a node."""
 
@@ -250,7 +254,7 @@ class ValueAttribute(AnsweringProxy, Attribute):
             return number_in(self.root)
         if self.attr in ("items", "keys", "values") and not args:
             held = self.tracer.value(self.root.node)
-            if isinstance(held, dict):  # an input's; what has other keys is another kind of input
+            if isinstance(held, dict):  # an input's; a dict with other keys would be another kind of input
                 pairs = [(key, self.root[key]) for key in held]  # type: ignore[index]
                 return pairs if self.attr == "items" else [pair[self.attr == "values"] for pair in pairs]
         if self.attr == "type":  # `x.type(torch.FloatTensor)`: the class by its name, as torch also takes it

@@ -32,19 +32,19 @@ from smcp_fx.tracing.random_draws import METHODS, drawing
 from smcp_fx.tracing.sentences import asking_line, express
 
 _FACTORIES = "zeros ones full empty arange linspace eye tensor as_tensor full_like meshgrid".split()
-#: Methods of tensors that look into their arguments before they ask whether one of them is a proxy.
+#: Methods of tensors that read their arguments before they check for proxies.
 _METHODS = "type expand roll new new_empty new_full new_ones new_tensor new_zeros".split()
 _TOLD = ("int", "float", "len", "isinstance", "callable", "type")
-#: Functions of torch that raise unless something holds, and the place of what has to.
+#: Functions of torch that raise unless a condition holds, and the place of the condition.
 _CHECKS = {"_check": 0, "_check_with": 1, "_check_tensor_all": 0, "_check_tensor_all_with": 1}
-#: Where a type is only looked at, and a stand-in does as well.
+#: Functions that only inspect a type, so that a stand-in serves as well.
 _LOOKS = {"isinstance", "issubclass"}
 _CACHED = functools._lru_cache_wrapper
 _TRUNCATED = math.trunc  # taken here: while torch.fx traces, `math` holds other functions
 
 
 class StandIns:
-    """While it is entered, they stand in; at its end everything is put back."""
+    """While it is entered, the stand-ins are in place; at the end everything is restored."""
 
     def __init__(self, tracer: AnsweringTracer, model: nn.Module) -> None:
         self.tracer = tracer
@@ -68,7 +68,8 @@ class StandIns:
             "isinstance": self._isinstance,
             "callable": self._callable,
         }
-        for space in _spaces(model):
+        spaces = _spaces(model)
+        for space in spaces:
             if isinstance(space, ModuleType):
                 called = _called(space.__name__)
                 numbers: tuple[type, ...] = (int, float)
@@ -76,7 +77,7 @@ class StandIns:
                 told["type"] = self._type_of(passing)
                 self._wanted += [(space, name, told[name]) for name in called if name not in vars(space)]
             self._wanted += _uncached_in(space)
-        self._wanted += drawing(self._drawn, _spaces(model))
+        self._wanted += drawing(self._drawn, spaces)
 
     def __enter__(self) -> None:
         # dynamo keeps the functions that it finds when it is loaded: torch's, not a stand-in
@@ -114,12 +115,12 @@ class StandIns:
         return method
 
     def _drawn(self, kind: str, target: Any, args: Any, kwargs: Any) -> Any:
-        if self.tracer.evaluating():  # a value is worked out, of no tensor that counts
+        if self.tracer.evaluating():  # a value is being computed: the tensor does not count
             return (target if callable(target) else METHODS[target])(*args, **kwargs)
         return self.tracer.create_proxy(kind, target, args, kwargs)
 
     def _isinstance(self, value: Any, kinds: Any) -> bool:
-        if kinds is Proxy or not isinstance(value, Proxy):  # some ask whether they are being traced
+        if kinds is Proxy or not isinstance(value, Proxy):  # some code asks whether it is being traced
             return isinstance(value, kinds)
         return issubclass(self.tracer.kind(value), kinds)
 
@@ -135,7 +136,7 @@ class StandIns:
         return issubclass(self.tracer.kind(value) if isinstance(value, Proxy) else type(value), Tensor)
 
     def _type_of(self, stand_ins: dict[type, type]) -> Callable[..., type]:
-        """`type(n) is int`, where another type passes for `int`."""
+        """`type(n) is int`, if a stand-in replaces `int`."""
 
         def kind(*args: Any) -> Any:
             known = self.tracer.kind(args[0]) if isinstance(args[0], Proxy) else type(*args)
@@ -191,7 +192,7 @@ class StandIns:
         return len(value)
 
     def _type(self, kind: type, record: Callable[[Proxy], Any]) -> type:
-        """A type that passes for ``kind``, and records a call with a proxy."""
+        """A stand-in for the type ``kind`` that records a call with a proxy."""
         tracer = self.tracer
 
         class StandIn(type):
@@ -212,7 +213,7 @@ class StandIns:
 
 
 def _uncached(function: Any) -> Callable[..., Any]:
-    """A function behind `functools.lru_cache`, which would keep what is traced and give it to others."""
+    """A function without its `functools.lru_cache`, which would keep traced values for other callers."""
 
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -223,7 +224,7 @@ def _uncached(function: Any) -> Callable[..., Any]:
 
 
 def _uncached_in(space: ModuleType | type) -> Iterator[tuple[Any, str, Any]]:
-    """What to put in the place of cached functions: where, under which name, what. Decorators hold some in cells."""
+    """Replacements for cached functions: the holder, the name, the function. Decorators hold some in cells."""
     for name, value in list(vars(space).items()):
         method = value.__func__ if isinstance(value, (staticmethod, classmethod)) else value
         if isinstance(method, _CACHED):
@@ -242,10 +243,10 @@ def _content(cell: CellType) -> Any:
 
 def _spaces(model: nn.Module) -> list[ModuleType | type]:
     """The classes of the model's modules, their files, and the files of its package whose functions they import."""
-    classes = [
-        cls for module in model.modules() for cls in type(module).__mro__ if issubclass(cls, nn.Module)
-    ]
-    held = [value for module in model.modules() for value in vars(module).values()]
+    modules = list(model.modules())
+    kinds = dict.fromkeys(map(type, modules))
+    classes = [cls for kind in kinds for cls in kind.__mro__ if issubclass(cls, nn.Module)]
+    held = (value for module in modules for value in vars(module).values())
     names = [cls.__module__ for cls in classes]
     names += [value.__module__ for value in held if isinstance(value, FunctionType)]
     found: dict[ModuleType | type, None] = dict.fromkeys(cls for cls in classes if _is_models(cls.__module__))
@@ -264,7 +265,7 @@ def _is_models(name: str) -> bool:
 
 @functools.cache
 def _called(module: str) -> tuple[str, ...]:
-    """Which of `int`, `float`, `len`, `isinstance` and `type` a file calls, and uses for nothing else.
+    """The names among `int`, `float`, `len`, `isinstance` and `type` that a file only calls.
 
     (`dtype=int` needs the type itself; `callable` may be the name of something else in places.) A comparison with
     what `type` gives is a call's match where every `type` is a call.

@@ -34,7 +34,7 @@ def asks_if_finite(node: fx.Node) -> tuple[fx.Node, bool] | None:
 
 
 def drop_constant_questions(graph: fx.Graph) -> None:
-    """Erase comparisons that were made for Python's sake, where no assertion reads them."""
+    """Erase comparisons that only answered Python, unless an assertion reads them."""
     for node in reversed(list(graph.nodes)):
         asked = node.op == "call_function" and (
             node.target in INFIX or node.target in (operator.not_, getattr)

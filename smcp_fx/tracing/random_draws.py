@@ -24,7 +24,7 @@ from smcp_fx.errors import TraceError
 #: Functions that draw even where no argument is a traced tensor.
 FUNCTIONS = "rand randn randint randperm normal bernoulli multinomial poisson".split()
 _SAMPLERS = "_sample_dirichlet _standard_gamma".split()
-#: The methods of tensors that draw, as they are while no stand-ins are in their place.
+#: The methods of tensors that draw, without stand-ins.
 METHODS: dict[str, Callable[..., Any]] = {
     name: getattr(Tensor, name)
     for name in "bernoulli bernoulli_ uniform_ normal_ exponential_ random_ multinomial".split()
@@ -43,7 +43,7 @@ def drawing(
     def noted(kind: str, function: Any, target: Any) -> Any:
         @functools.wraps(function)
         def draw(*args: Any, **kwargs: Any) -> Any:
-            is_start = bool(args) and isinstance(args[0], nn.Parameter)  # of a module that forward makes
+            is_start = bool(args) and isinstance(args[0], nn.Parameter)  # a module that forward creates
             if threading.get_ident() != thread or is_start:
                 return function(*args, **kwargs)
             return record(kind, target, args, kwargs)

@@ -1,4 +1,4 @@
-"""Recurrent layers with their weights in sight, so that these can be masked.
+"""Recurrent layers whose weights the graph reads, so that they can be masked.
 
     before   y = call_module[lstm](x)
     after    w = recurrent_weight(x, get_attr[lstm.weight_ih_l0])
@@ -44,7 +44,7 @@ def recurrent(module: nn.Module, weights: list[Tensor], x: Tensor, state: Any = 
 
 
 def projects(module: nn.Module) -> bool:
-    """Does a recurrent layer give back less than its hidden units?"""
+    """Does a recurrent layer return fewer channels than it has hidden units?"""
     return isinstance(module, nn.RNNBase) and module.proj_size > 0
 
 

@@ -16,7 +16,7 @@ from smcp_fx.tracing.operations import operation_name, operation_of, writes_in_p
 from smcp_fx.tracing.values import TensorInfo
 
 _EXPANSIONS = {"expand", "expandas", "broadcastto", "cat", "repeat", "repeatinterleave", "tile"}
-#: Operations on each value alone, which may come before or after it is spread over the channels.
+#: Element-wise operations, which may run before or after a value is spread over the channels.
 _ALONE = set(
     """
 clamp exp gelu hardsigmoid hardswish hardtanh leakyrelu neg pow relu relu6 sigmoid silu softplus square sqrt tanh
@@ -65,18 +65,22 @@ def normalise(model: nn.Module, graph: fx.Graph) -> None:
 
 
 def _asks_for_idle_gradients(graph: fx.Graph, node: fx.Node) -> bool:
-    """Does `x.requires_grad_()` ask for the gradient of a tensor inside the network, which nobody takes?
+    """Does `x.requires_grad_()` ask for the gradient of a tensor inside the network, which no code reads?
 
     Checkpoints and frozen layers (wav2vec2) ask so. The caller may take an input's, and forward by `autograd.grad`.
     """
-    source = node.args[0] if node.op == "call_method" and node.target == "requires_grad_" else None
-    wanted = node.kwargs.get("requires_grad", node.args[1] if len(node.args) > 1 else True)
+    if node.op != "call_method" or node.target != "requires_grad_":
+        return False
+    source, wanted = (
+        node.args[0],
+        node.kwargs.get("requires_grad", True if len(node.args) < 2 else node.args[1]),
+    )
     taken = any(other.target in (torch.autograd.grad, "backward", "retain_grad") for other in graph.nodes)
     return isinstance(source, fx.Node) and source.op.startswith("call") and wanted is True and not taken
 
 
 def _gives_a_tensor(node: fx.Node) -> bool:
-    """Not a parameter, which a forward may write into by its `.data`, nor an input of a user's class."""
+    """Is it no parameter (whose `.data` a forward may write into), and no input of a user's class?"""
     return node.op in ("call_module", "call_method") or (
         node.op == "call_function" and node.target is not getattr
     )
@@ -106,7 +110,7 @@ def _two_at_a_time(graph: fx.Graph, node: fx.Node) -> None:
 
 
 def _of_one(graph: fx.Graph, node: fx.Node) -> None:
-    """An einsum of one operand as what it is: `einsum("nchw->nhc", x)` permutes and sums."""
+    """An einsum of one operand as a permutation and a sum: `einsum("nchw->nhc", x)`."""
     if node.target not in (torch.einsum, torch.functional.einsum) or len(node.args) != 2:
         return
     given = node.args[1][0] if isinstance(node.args[1], (tuple, list)) else node.args[1]
@@ -131,7 +135,7 @@ def _of_one(graph: fx.Graph, node: fx.Node) -> None:
 
 
 def _without_addend(graph: fx.Graph, node: fx.Node) -> None:
-    """`baddbmm(empty, a, b, beta=0, alpha=scale)` as `bmm(a, b) * scale`: what beta = 0 multiplies is not read."""
+    """`baddbmm(empty, a, b, beta=0, alpha=scale)` as `bmm(a, b) * scale`: with beta = 0 the addend is not read."""
     if node.target not in (torch.baddbmm, torch.addmm) or len(node.args) != 3 or node.kwargs.get("beta") != 0:
         return
     product = torch.bmm if node.target is torch.baddbmm else torch.mm
@@ -145,7 +149,7 @@ def _without_addend(graph: fx.Graph, node: fx.Node) -> None:
 
 
 def _in_steps(model: nn.Module, graph: fx.Graph, node: fx.Node) -> None:
-    """A mean squared error as the difference, its square and the mean that it is."""
+    """A mean squared error as a difference, its square and its mean."""
     loss = model.get_submodule(str(node.target)) if node.op == "call_module" else None
     options = node.kwargs.values() if loss is None else [getattr(loss, "reduction", "")]
     known = type(loss) is nn.MSELoss or node.target is F.mse_loss
@@ -168,7 +172,7 @@ def _resolve_annotations(model: nn.Module, graph: fx.Graph) -> None:
     """
     try:
         known = get_type_hints(type(model).forward)
-    except Exception:  # evaluating them raises whatever they do
+    except Exception:  # annotations are code, and may raise anything
         known = {}
     for node in graph.nodes:
         if isinstance(node.type, str):
@@ -209,7 +213,7 @@ def by_position(model: nn.Module, graph: fx.Graph) -> None:
 
 
 def _is_first(function: Callable[..., Any], name: str) -> bool:
-    """Is this the function's first parameter? Those of torch that do not say take their input first, but for two."""
+    """Is this the function's first parameter? Functions of torch without a signature take it first, but for two."""
     try:
         return next(iter(inspect.signature(function).parameters), None) == name
     except (TypeError, ValueError):
@@ -217,7 +221,7 @@ def _is_first(function: Callable[..., Any], name: str) -> bool:
 
 
 def drop_expansions(traced: fx.GraphModule, values: dict[str, Any]) -> None:
-    """Let the arithmetic that reads a value spread it over the channels by broadcasting.
+    """Drop the expansion of a value over the channels if the arithmetic that reads it broadcasts anyway.
 
     before   gate.expand_as(x).sigmoid() * x      after   gate.sigmoid() * x
 
@@ -242,7 +246,7 @@ def drop_expansions(traced: fx.GraphModule, values: dict[str, Any]) -> None:
 
 
 def _spread(node: fx.Node) -> fx.Node | None:
-    """What the node spreads or repeats; of a concat, the one tensor that it joins with itself."""
+    """The tensor that the node spreads or repeats; for a concat, the only tensor that it joins."""
     name = None if node.op == "call_module" else operation_name(node, None)
     source = node.args[0] if node.args and name in _EXPANSIONS else None
     if name == "cat" and isinstance(source, (list, tuple)) and source:
@@ -258,7 +262,7 @@ def _waits(
     values: dict[str, Any],
     alone: dict[str, TensorInfo],
 ) -> bool:
-    """Does all that reads the node, spread from ``held`` to ``info``, give the same when it is spread there?
+    """Do all readers of the node, spread from ``held`` to ``info``, give the same if they spread it themselves?
 
     ``alone`` gets the values that are smaller then.
     """
@@ -299,12 +303,12 @@ def add_computed_biases(traced: fx.GraphModule, values: dict[str, Any]) -> None:
 
 
 def _is_constant(node: fx.Node) -> bool:
-    """Does the node follow from parameters alone?"""
+    """Does the node follow from parameters only?"""
     return all(one.op in ("get_attr", "call_function", "call_method") for one in ancestors(node))
 
 
 def _broadcast(values: list[Any]) -> tuple[int, ...] | None:
-    """The shape that these values have together; None where one of them is no tensor or number."""
+    """The broadcast shape of these values; None if one of them is no tensor or number."""
     if not all(isinstance(value, (TensorInfo, int, float)) for value in values):
         return None
     shapes = [value.shape for value in values if isinstance(value, TensorInfo)]

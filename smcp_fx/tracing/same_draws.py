@@ -1,4 +1,4 @@
-"""The same random numbers in each run, whatever the memory layout of what they are drawn for.
+"""The same random numbers in each run, whatever the memory layout of their tensors.
 
     noise = torch.empty_like(x).bernoulli_(0.5)        filled in the order of memory, which x's layout decides
 
@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 @contextmanager
 def same_draws() -> Iterator[None]:
-    """Every run draws the same numbers, of torch (which the caller puts back), of Python and of NumPy."""
+    """Every run draws the same numbers from torch (whose state the caller restores), Python and NumPy."""
     before = random.getstate(), np.random.get_state()
     _seed_torch()
     random.seed(0)
@@ -35,7 +35,7 @@ def same_draws() -> Iterator[None]:
 
 
 def _seed_torch() -> None:
-    """Only devices in use: torch puts off the seeds of the others, which would then undo the user's own seed."""
+    """Only devices in use: torch defers seeds of other devices, which would later replace the user's own seed."""
     torch.default_generator.manual_seed(0)
     torch.mps.manual_seed(0)
     for device in (torch.cuda, torch.xpu, torch.mtia):
@@ -44,7 +44,7 @@ def _seed_torch() -> None:
 
 
 class _InOrder(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Draws in the order of indices: on contiguous copies, whose values then go where they belong."""
+    """Draws in the order of indices: on contiguous copies, whose values are then copied back."""
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
@@ -74,7 +74,7 @@ class _InOrder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def _follows(function: Any, asked: torch.memory_format | None) -> bool:
-    """Is a new result laid out as what the function is given?"""
+    """Does a new result have the memory layout of the function's operand?"""
     takes_format = any(argument.name == "memory_format" for argument in function._schema.arguments)
     return (takes_format and asked in (None, torch.preserve_format)) or (
         function is torch.ops.aten.native_dropout.default
@@ -82,7 +82,7 @@ def _follows(function: Any, asked: torch.memory_format | None) -> bool:
 
 
 def _written(function: Any, args: tuple[Any, ...], named: Mapping[str, Any]) -> Iterator[Tensor]:
-    """What the function writes into."""
+    """The tensor that the function writes into."""
     for place, argument in enumerate(function._schema.arguments):
         value = args[place] if place < len(args) else named.get(argument.name)
         if argument.alias_info is not None and argument.alias_info.is_write and isinstance(value, Tensor):

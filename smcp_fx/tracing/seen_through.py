@@ -1,4 +1,4 @@
-"""Functions that libraries wrap as leaves of fx graphs, and that are traced nevertheless.
+"""Functions that libraries wrap as leaves of fx graphs, but that are traced here.
 
 `torch.fx.wrap` keeps a function whole where fx alone would fail on it. Those named here trace: they become ordinary
 operations, whose channels are known.
@@ -32,7 +32,7 @@ _FUNCTIONS = {
 
 @contextlib.contextmanager
 def seen_through() -> Iterator[None]:
-    """Trace them while it is entered."""
+    """While it is entered, these functions are traced."""
     wrapped = _symbolic_trace._wrapped_fns_to_patch
     taken = {
         key: wrapped.pop(key) for key in list(wrapped) if (wrapped[key].get("__name__"), key[1]) in _FUNCTIONS

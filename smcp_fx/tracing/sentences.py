@@ -1,4 +1,4 @@
-"""Text for messages about a trace: what a node computes, as one would write it, and the line that asked for it."""
+"""Text for messages about a trace: the expression of a node, and the line of code that asked for it."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ TAKEN, AGAIN = "traced for inputs where ", "; prepare the model again with an ex
 
 
 def express(computed: Any, depth: int = 0) -> str:
-    """How a reader would write what a node computes, back to the tensors it asks about."""
+    """The node's expression as a reader would write it, back to the tensors that it depends on."""
     if isinstance(computed, slice):
         start, stop = (
             "" if edge is None else express(edge, depth) for edge in (computed.start, computed.stop)
@@ -63,7 +63,7 @@ def express(computed: Any, depth: int = 0) -> str:
 
 
 def listed_paths(paths: list[str]) -> str:
-    """Modules by their paths, no more of them than one reads."""
+    """Modules by their paths; a long list is shortened."""
     names = [repr(path) if path else "the model" for path in paths]
     return ", ".join(names[:_READ]) + (f" and {len(names) - _READ} others" if len(names) > _READ else "")
 

@@ -1,4 +1,4 @@
-"""Runs of a graph from shapes, where nothing is computed, tell soon which sizes a network does not take.
+"""Runs of a graph on shapes only, which are fast, to rule out sizes that a network does not accept.
 
 Its assertions often come last. Tensors are on the meta device, where most operations are known by shape alone. A
 refusal is believed where the same run gets the example itself right; sizes that come through have yet to be run, as
@@ -24,7 +24,7 @@ from smcp_fx.tracing.traits import Trait, has
 from smcp_fx.tracing.trees import leaves_of, mapped
 from smcp_fx.tracing.values import TensorInfo, held, info_of, plain_lists
 
-#: Values that say by `==` whether they are the same.
+#: Values that `==` compares.
 _PLAIN = (
     int,
     float,
@@ -38,16 +38,16 @@ _PLAIN = (
     range,
 )
 _META = torch.device("meta")
-#: Comparisons, which may be of devices; elsewhere a device says where a tensor is to be made.
+#: Comparisons may compare devices; elsewhere a device is the place for a new tensor.
 _COMPARISONS = (operator.eq, operator.ne, operator.is_, operator.is_not)
-#: Layers whose steps the meta device goes through one by one.
+#: Layers that the meta device runs step by step.
 _RECURRENT = ("gru", "lstm", "recurrent", "rnn")
-#: Operations whose result has the first operand's shape, whatever the others have.
+#: Operations whose result has the first operand's shape, whatever the shapes of the others.
 _OF_ONE = ("normalize", "roll", "to", "typeas")
 
 
 class _UntoldError(Exception):
-    """Only the network itself can tell."""
+    """Only a run of the network itself can decide."""
 
 
 class ShapeRuns:
@@ -64,18 +64,18 @@ class ShapeRuns:
             self._believed = found.keys() == values.keys() and all(
                 _alike(values[name], found[name]) for name in found
             )
-        except Exception:  # whatever the meta device does not know
+        except Exception:  # the meta device does not know every operation
             self._believed = False
 
     def refuse(self, given: tuple[Any, ...]) -> bool:
-        """Does the network certainly not take these inputs?"""
+        """Does the network certainly not accept these inputs?"""
         if not self._believed:
             return False
         try:
             self._run(given)
         except (_UntoldError, NotImplementedError):  # the latter of the meta device
             return False
-        except Exception:  # the example itself came through
+        except Exception:  # the example itself ran without an error
             return True
         return False
 
@@ -103,12 +103,12 @@ class ShapeRuns:
 
 
 class _Run:
-    """One run, in eval mode but for what ``modes`` says."""
+    """One run, in eval mode except for ``modes``."""
 
     def __init__(self, runs: ShapeRuns, modes: Mapping[str, bool]) -> None:
         self.runs = runs
         self.choice = Choice(runs.when, modes=modes)
-        self._devices = False  # whether there are any to be replaced
+        self._devices = False  # are there devices to be replaced?
         self._results: dict[fx.Node, Any] = {}
 
     def run(self, given: tuple[Any, ...]) -> dict[str, Any]:
@@ -156,7 +156,7 @@ class _Run:
         return node.target(*args, **kwargs)  # type: ignore[operator]
 
     def _known(self, node: fx.Node, name: str | None, module: Any, args: Any, kwargs: Any) -> Tensor | None:
-        """What operations give that take long on the meta device; None for others, and where they would fail."""
+        """Results of operations that are slow on the meta device; None for others, and if they would fail."""
         info = self.runs.known.get(node.name)
         if not isinstance(info, TensorInfo) or "out" in kwargs:
             return None
@@ -170,7 +170,7 @@ class _Run:
             return torch.empty(shape, dtype=info.dtype) if alike is None else _like(alike, info)
         if not isinstance(given, Tensor):
             return None
-        if name in ("conv1d", "conv2d", "conv3d"):  # whose channels the meta device does not look at
+        if name in ("conv1d", "conv2d", "conv3d"):  # the meta device does not check their channels
             weight = args[1] if module is None and len(args) > 1 else getattr(module, "weight", None)
             groups = kwargs.get("groups", args[6] if len(args) > 6 else getattr(module, "groups", 1))
             if weight is None or given.shape[1 - weight.dim()] != weight.shape[1] * groups:
@@ -218,7 +218,7 @@ def _on_meta(tensor: Tensor) -> Tensor:
 
 
 def _like(operand: Tensor, info: TensorInfo) -> Tensor:
-    """A tensor in memory as the operand is."""
+    """A tensor with the operand's memory layout."""
     if operand.is_contiguous():
         return torch.empty(operand.shape, dtype=info.dtype)
     return torch.empty_like(operand, dtype=info.dtype)

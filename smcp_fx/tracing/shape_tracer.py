@@ -45,7 +45,7 @@ from smcp_fx.tracing.writes import functional_writes, own_constants
 
 
 class KeptOutsideError(FxTraceError):
-    """What a hook kept while values were worked out was to become a constant."""
+    """A tensor that a hook kept while values were computed was about to become a constant."""
 
 
 class ShapeTracer(AnsweringTracer):
@@ -54,7 +54,7 @@ class ShapeTracer(AnsweringTracer):
     def __init__(self, inputs: tuple[Any, ...], fixed: tuple[int, ...] = ()) -> None:
         super().__init__()
         self.inputs = inputs
-        self.fixed = fixed  # the places of inputs that are taken for what they are in the example
+        self.fixed = fixed  # the places of inputs that keep their values from the example
         self.gradients = GradientQuestions()
         self.assumptions: list[str] = []
         self.log = ModeLog()
@@ -112,11 +112,11 @@ class ShapeTracer(AnsweringTracer):
         return {name: value for value, name in self.tensor_attrs.items() if isinstance(value, Tensor)}
 
     def proxy(self, node: fx.Node) -> Proxy:
-        """Every node's proxy knows how to answer."""
+        """Proxies that answer questions."""
         return ValueProxy(node, self)
 
     def create_node(self, *args: Any, **kwargs: Any) -> fx.Node:
-        """Nodes are numbered as they are made."""
+        """Number each new node."""
         node = super().create_node(*args, **kwargs)
         self._order[node] = len(self._order)
         self.log.note(node)
@@ -163,7 +163,9 @@ class ShapeTracer(AnsweringTracer):
         return [self.root, *proxies]
 
     def create_arg(self, a: Any) -> Any:
-        """Numbers of numpy are plain ones in a graph; what was worked out on the example's shapes is no constant."""
+        """Turn numpy's numbers into plain ones. Tensors computed on the example's shapes are no constants."""
+        if isinstance(a, Proxy):  # most arguments; torch.fx asks first whether it is a parameter or a module
+            return a.node
         if isinstance(a, Tensor) and self._fake is not None and getattr(a, "fake_mode", None) is self._fake:
             raise KeptOutsideError(
                 "a tensor comes from a hook, or from a list outside the model, which keeps what modules give"
@@ -173,7 +175,7 @@ class ShapeTracer(AnsweringTracer):
         )
 
     def call_module(self, m: Any, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """Modules called while a value is worked out just run; those outside the model are looked into."""
+        """Modules called while a value is computed just run; modules outside the model are traced through."""
         if self._evaluating:
             return forward(*args, **kwargs)
         if isinstance(m, nn.Module) and self.submodule_paths and m not in self.submodule_paths:
@@ -188,11 +190,11 @@ class ShapeTracer(AnsweringTracer):
         return super().call_module(m, in_frame, args, kwargs)
 
     def getattr(self, attr: str, attr_val: Any, parameter_proxy_cache: dict[str, Any]) -> Any:
-        """So do they read their parameters."""
+        """While a value is computed, parameters are read as they are."""
         return attr_val if self._evaluating else super().getattr(attr, attr_val, parameter_proxy_cache)
 
     def to_bool(self, obj: Proxy) -> bool:
-        """The branch taken; that of finite values where a tensor is asked whether all of its own are."""
+        """The branch of the example; for the question whether all values are finite, the branch for finite ones."""
         if (asked := asks_if_finite(obj.node)) is not None:
             tensor, finite = asked
             good = obj if finite else obj.tracer.create_proxy("call_function", operator.not_, (obj,), {})
@@ -200,7 +202,7 @@ class ShapeTracer(AnsweringTracer):
             return finite
         value = bool(self._plain(obj, "a branch"))
         if obj.node.target in (operator.eq, operator.ne) and None in obj.node.args:
-            return value  # so for every input
+            return value  # true for every input
         self._assume(obj, obj if value else obj.tracer.create_proxy("call_function", operator.not_, (obj,), {}),
                      express(obj.node) if value else f"not {express(obj.node)}")  # fmt: skip
         return value
@@ -218,7 +220,7 @@ class ShapeTracer(AnsweringTracer):
         return list(value) if isinstance(value, dict) else super().keys(obj)
 
     def evaluating(self) -> bool:
-        """Whether a value is being computed, rather than the graph made."""
+        """Whether a value is being computed (and no graph is being recorded)."""
         return self._evaluating
 
     def in_place(self, written: Callable[..., Any], obj: Proxy, other: Any) -> Any:
@@ -229,14 +231,14 @@ class ShapeTracer(AnsweringTracer):
     # ---- values -----------------------------------------------------------------------------------------
 
     def number(self, obj: Proxy) -> Any:
-        """The number a proxy stands for; what follows from it is fixed in the graph."""
+        """The number behind a proxy; everything computed from it is fixed in the graph."""
         value = self._plain(obj, "a number")
         equal = self.create_proxy("call_function", operator.eq, (obj, value), {})
         self._assume(obj, equal, f"{express(obj.node)} == {value}")
         return value
 
     def index(self, obj: Proxy, asker: FrameType) -> Any:
-        """The number, asked for by ``__index__``; whoever asks may still take the proxy itself."""
+        """The number for ``__index__``; the caller may still use the proxy itself."""
         known = len(self.assumptions)
         value = self.number(obj)
         if len(self.assumptions) > known:
@@ -245,7 +247,7 @@ class ShapeTracer(AnsweringTracer):
         return value
 
     def keep_symbolic(self, obj: Proxy, caller: FrameType) -> None:
-        """Take back an assumption that a function of torch made by looking whether its argument is a number.
+        """Withdraw an assumption that only arose as a function of torch checked whether its argument is a number.
 
         Its parser asks for the index, and then the call is recorded with the proxy, by the same instruction.
         """
@@ -269,18 +271,18 @@ class ShapeTracer(AnsweringTracer):
         elif self._sizes.may_vary(obj.node):
             size = self._sizes.number_of_parts(obj.node, self.proxy)
         else:
-            return count  # the structure of the graph's own values follows from what made them
+            return count  # the structure of the graph's own values follows from the operations
         equal = self.create_proxy("call_function", operator.eq, (size, count), {})
         self._assume(obj, equal, f"len({express(obj.node)}) == {count}")
         return count
 
     def _adopt(self, node: fx.Node) -> None:
-        """Know a node that was put into the graph afterwards, with its value."""
+        """Register a node that was added to the graph later, with its value."""
         self._order[node] = len(self._order)
         self.value(node)
 
     def check_parts(self, obj: Proxy) -> None:
-        """Assume that a split gives as many parts as are unpacked from it."""
+        """Assume that a split gives as many parts as the code unpacks."""
         if obj.node.op in ("call_function", "call_method") and self._sizes.may_vary(obj.node):
             self.length(obj)
 
@@ -316,7 +318,7 @@ class ShapeTracer(AnsweringTracer):
         return type(value)
 
     def is_tensor(self, obj: Proxy) -> bool:
-        """Does a proxy stand for a tensor, or for what only a tensor's values tell?"""
+        """Does a proxy stand for a tensor, or for a number that depends on a tensor's values?"""
         try:
             return isinstance(self.value(obj.node), Tensor)
         except FxTraceError:
@@ -335,7 +337,7 @@ class ShapeTracer(AnsweringTracer):
             return pytree.tree_map(self._faked, given)
         if node.op == "get_attr":
             name = str(node.target)
-            if name in self._held:  # as it was: forward may have put a proxy in its place
+            if name in self._held:  # the original: forward may have replaced it by a proxy
                 return self._faked(self._held[name])
             value: Any = self.root
             for part in name.split("."):
@@ -361,7 +363,7 @@ class ShapeTracer(AnsweringTracer):
         return result
 
     def run_module(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
-        """What the module gives for fake tensors."""
+        """The module's result for fake tensors."""
         return module(*args, **kwargs)
 
     def _fake_mode(self) -> Any:
@@ -384,7 +386,7 @@ class ShapeTracer(AnsweringTracer):
 
 
 def _refuse_state(module: nn.Module) -> None:
-    """A module that forward makes, or keeps where `nn.Module` does not look, may hold no tensors of its own."""
+    """Refuse tensors in a module that forward creates, or that the model does not register as a submodule."""
     held = next(iter([*module.named_parameters(), *module.named_buffers()]), None)
     if held is not None:
         raise TraceError(

@@ -30,7 +30,7 @@ from smcp_fx.tracing.sentences import is_ours
 from smcp_fx.tracing.shape_tracer import KeptOutsideError, ShapeTracer
 from smcp_fx.tracing.state_between_calls import State, StateError
 
-#: Files whose hooks are part of the forward, which reads what they keep.
+#: Files whose hooks are part of the forward, which reads the tensors that they keep.
 _OF_FORWARD = {"transformers.utils.output_capturing"}
 
 
@@ -44,7 +44,7 @@ class Leaves:
 
 
 class HooksError(TraceError):
-    """The forward reads what a hook keeps."""
+    """The forward reads a tensor that a hook keeps."""
 
 
 class _Tracer(ShapeTracer):
@@ -62,10 +62,10 @@ class _Tracer(ShapeTracer):
         self.stopped: nn.Module | None = None
         self.contexts = Contexts()
         self._paths: dict[nn.Module, str] = {}
-        self._looked_into: set[nn.Module] = set()  # modules of torch that are being looked into
+        self._looked_into: set[nn.Module] = set()  # modules of torch that are being traced through
         self.proxy_buffer_attributes = proxy_buffers
         self._tensors: dict[int, tuple[str, Tensor]] = {}  # parameters and buffers by their ids
-        self._overwritten: set[int] = set()  # the ids of those that forward has written into
+        self._overwritten: set[int] = set()  # ids of the tensors that forward has written into
 
     def trace(self, root: Any, concrete_args: dict[str, Any] | None = None) -> fx.Graph:
         """Trace, knowing the paths of the model's modules."""
@@ -96,7 +96,7 @@ class _Tracer(ShapeTracer):
             if not self._evaluating:
                 note_call(f"{path}@{before}" if before else path, (args, kwargs), output)
             return output
-        except Exception:  # goes on upwards: the innermost module is the one to name
+        except Exception:  # raised again: the innermost module is named
             self.stopped = self.stopped or m
             raise
         finally:
@@ -127,7 +127,7 @@ class _Tracer(ShapeTracer):
         return self.leaves.hooks or all(getattr(hook, "__module__", "") in _OF_FORWARD for hook in hooks)
 
     def _run_hooks(self, m: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-        """Let a leaf's hooks see and keep what it is called with; what they change is part of the call itself."""
+        """Let a leaf's hooks see and keep its arguments and result; their changes are part of the call itself."""
         changed = bool(m._forward_pre_hooks)
         for number, hook in m._forward_hooks.items():
             named = (kwargs,) if number in m._forward_hooks_with_kwargs else ()
@@ -136,7 +136,7 @@ class _Tracer(ShapeTracer):
             self.leaves.observed.add(self._paths[m])
 
     def run_module(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
-        """What it gives for fake tensors, which no hook that is traced keeps."""
+        """The module's result for fake tensors, which traced hooks must not keep."""
         if not module._forward_hooks or not self._traces_hooks(module):
             return super().run_module(module, args, kwargs)
         hooks, module._forward_hooks = module._forward_hooks, OrderedDict()
@@ -170,10 +170,10 @@ class _Tracer(ShapeTracer):
             vars(m).update({name: held[name] for name in names})
 
     def getattr(self, attr: str, attr_val: Any, parameter_proxy_cache: dict[str, Any]) -> Any:
-        """Return an attribute; another thread, which just runs, gets it as it is."""
+        """Return an attribute; another thread gets the plain one."""
         if self.contexts.elsewhere:
             return attr_val
-        # torch.fx looks through all tensors of the model at every read; here, unless forward has moved this one.
+        # torch.fx searches all tensors of the model at every read; a table serves, unless forward has moved this one.
         name, tensor = self._tensors.get(id(attr_val), (None, None))
         if (
             name is None
@@ -189,7 +189,7 @@ class _Tracer(ShapeTracer):
     def create_node(self, *args: Any, **kwargs: Any) -> fx.Node:
         """Note in which contexts each node was made."""
         node = super().create_node(*args, **kwargs)
-        if node.name == "self":  # a module's name, which the generated code means itself by
+        if node.name == "self":  # a module's name, but also the module itself in generated code
             node._rename("self_module")
         self.contexts.note(node)
         written = written_parameter(node, self.root) if node.op in ("call_function", "call_method") else None
@@ -199,7 +199,7 @@ class _Tracer(ShapeTracer):
 
 
 def _registered(root: nn.Module, name: str) -> Tensor | None:
-    """The parameter or buffer of this name, read from the tables of modules, as their attributes are traced."""
+    """The parameter or buffer of this name, from the tables of modules, as reads of attributes are traced."""
     *path, last = name.split(".")
     module: nn.Module | None = root
     for part in path:
@@ -245,7 +245,7 @@ def trace_in_mode(
     """
     before = Attributes(model)
     traced, state, counters = _trace_so(model, inputs, modes, leaves, fixed)
-    if counters:  # would a later call be traced to something else?
+    if counters:  # would a later call give another trace?
         state.count_on(counters)
         try:
             later = _trace_so(model, inputs, modes, leaves, fixed)[0]
@@ -309,7 +309,7 @@ def _trace_once(
         stopped = names.get(id(tracer.stopped), "")
         inside = f"in module {stopped!r} ({type(tracer.stopped).__name__}), " if stopped else ""
         advice = (
-            ""  # the library's own says what to do
+            ""  # our own errors say what to do
             if isinstance(error, SmcpError)
             else " Control flow must not depend on tensors' values; move it out of forward, wrap it with "
             "torch.fx.wrap, or name the module in prepare(..., leaves=[...])."

@@ -27,13 +27,14 @@ from smcp_fx.tracing.example_runs import run_eager, same_values, unchanged
 from smcp_fx.tracing.operations import writes_in_place
 from smcp_fx.tracing.same_draws import same_draws
 from smcp_fx.tracing.sentences import listed_paths
+from smcp_fx.tracing.trees import leaves_of
 
 WRITES = "writes into its own buffers"
 COUNTS = "counts its calls"
 RECALLS = "keeps tensors from one call for the next"
 INITIALISES = "initialises itself in its first call: let the model see a batch in train mode, then prepare it"
 
-#: What is added to a number, to see whether it decides anything later. Chosen, not measured.
+#: Added to a number, to see whether it changes a later call. Chosen, not measured.
 _LATER = 10**6
 #: Attributes that every module has.
 _OWN = frozenset(vars(nn.Module()))
@@ -52,7 +53,7 @@ class StateError(TraceError):
 
 
 class State:
-    """What a model holds before it is traced; ``set_modes`` sets the modes that it is traced in.
+    """A model's state before it is traced; ``set_modes`` sets the modes of the trace.
 
     Call `note` after the trace, `restore` in any case, then `check`.
     """
@@ -76,7 +77,7 @@ class State:
         self._kept, self._counted, self._raised = set[Attribute](), set[Attribute](), set[Attribute]()
 
     def note(self, graph: fx.Graph) -> None:
-        """Note what the trace has left in attributes."""
+        """Record the changes of the trace to attributes."""
         model = self._model
         self._kept = {
             (module, name)
@@ -84,7 +85,7 @@ class State:
             for name, value in vars(module).items()
             if name not in _OWN
             and name not in module._buffers
-            and any(isinstance(leaf, Proxy) for leaf in pytree.tree_leaves(value))
+            and any(isinstance(leaf, Proxy) for leaf in leaves_of(value))
         }
         self._counted = {key for key, value in numbers_of(model).items() if self._numbers.get(key) != value}
         raised = {key for key, value in flags_of(model).items() if self._flags.get(key, value) != value}
@@ -98,7 +99,7 @@ class State:
             self._raised = {key for key in raised if key[0] in written}
 
     def restore(self) -> None:
-        """Put the values of buffers and plain tensors back, under whatever name; note those that are no integers."""
+        """Restore the values of buffers and plain tensors; record changed ones that are no integers."""
         for path, module, name, buffer, value in self._buffers:
             same = bool(((buffer == value) | (value != value)).all())
             if dict(module._buffers.items()).get(name) is not buffer or not same:
@@ -110,7 +111,7 @@ class State:
                 self._written |= {path} if tensor.is_floating_point() else set()
 
     def check(self) -> set[Attribute]:
-        """Raise `StateError` where a later call differs; return the numbers that count calls, which may do so."""
+        """Raise `StateError` if a later call differs; return the numbers that count calls, which may change one."""
         if self._written:
             raise StateError(self._written, WRITES)
         first, second, third = self._in_two_calls() if self._counted or self._raised else ({}, {}, {})
@@ -122,12 +123,12 @@ class State:
         return {k for k in self._counted if first.get(k) != second.get(k) and second.get(k) != third.get(k)}
 
     def count_on(self, counters: Collection[Attribute]) -> None:
-        """Set these numbers as they are much later."""
+        """Set these numbers to their values after many calls."""
         for module, name in counters:
             vars(module)[name] = self._numbers.get((module, name), 0) + _LATER
 
     def depends_on(self, counters: Collection[Attribute]) -> StateError:
-        """Return the error for numbers that decide what is computed."""
+        """Return the error for numbers that change the computation."""
         return StateError(self._paths(counters), COUNTS)
 
     def _paths(self, attributes: Collection[Attribute]) -> set[str]:
@@ -143,12 +144,12 @@ class State:
                 for _ in range(2):
                     self._model(*_cloned(self._inputs))
                     found.append(numbers_of(self._model) | flags_of(self._model))
-            except Exception:  # a model that refuses its example in this mode is refused where it is traced
+            except Exception:  # the trace itself reports a model that refuses its example in this mode
                 return found[:1] * 3
         return found
 
     def _recalled(self) -> set[Attribute]:
-        """The attributes that hold what was traced, and that change the outputs of the next call."""
+        """The attributes that hold traced values and change the outputs of the next call."""
         try:
             first, held = self._call({})
             if same_values(first, self._call(held)[0]):
@@ -157,16 +158,16 @@ class State:
                 key for key, value in held.items() if not same_values(first, self._call({key: value})[0])
             }
             return guilty or set(held)
-        except Exception:  # it does not take the example in this mode
+        except Exception:  # it refuses the example in this mode
             return set()
 
     def _call(self, given: Mapping[Attribute, Any]) -> tuple[Any, dict[Attribute, Any]]:
-        """The outputs with these attributes, and what the call keeps in attributes."""
+        """The outputs with these attributes, and the attributes after the call."""
         with unchanged(self._model), same_draws(), torch.no_grad():
             self._set_modes()
             for (module, name), value in given.items():
                 vars(module)[name] = value
-            # In containers of their own: a dict that the model keeps is emptied again.
+            # In new containers: a dict that the model keeps is emptied again.
             outputs = pytree.tree_map(lambda v: v, self._model(*_cloned(self._inputs)))
             return outputs, _cloned({k: vars(k[0])[k[1]] for k in self._kept if k[1] in vars(k[0])})
 
@@ -180,7 +181,7 @@ def _cloned(tree: Any) -> Any:
 
 @contextmanager
 def forgotten(model: nn.Module, inputs: tuple[Any, ...], expected: Any) -> Iterator[None]:
-    """Forget the attributes that the forward itself fills in again, to the same outputs; remembered at the end."""
+    """Remove attributes that the forward fills in again with the same outputs; they are restored at the end."""
     kept = [(module, name, vars(module)[name]) for module in model.modules() for name in _caches(module)]
     try:
         for module, name, _ in kept:
@@ -192,8 +193,8 @@ def forgotten(model: nn.Module, inputs: tuple[Any, ...], expected: Any) -> Itera
 
 
 def _caches(module: nn.Module) -> list[str]:
-    """The attributes that may hold, or name, what was kept: only where some tensor or size is kept at all."""
-    if module._forward_pre_hooks:  # what hooks compute (weight norm, pruning) is no cache of the forward
+    """The attributes that may hold, or identify, cached values: only if any tensor or size is cached."""
+    if module._forward_pre_hooks:  # values of hooks (weight norm, pruning) are no cache of the forward
         return []
     plain = {
         name: value
@@ -216,7 +217,7 @@ def _is_sizes(value: Any) -> bool:
 def _forget_if_refilled(
     model: nn.Module, module: nn.Module, name: str, inputs: tuple[Any, ...], expected: Any
 ) -> None:
-    """Forget one attribute, unless the forward needs it or does not set it again."""
+    """Remove one attribute, unless the forward needs it or does not set it again."""
     held = vars(module)[name]
     seen: list[Any] = []
 
@@ -225,13 +226,13 @@ def _forget_if_refilled(
         seen.append(vars(module).get(name))
         return output
 
-    if hasattr(type(module), name):  # what the class says before any forward
+    if hasattr(type(module), name):  # the class's value, before any forward
         del vars(module)[name]
     else:
         vars(module)[name] = None
     try:
         same = same_values(expected, run_eager(model, inputs, run)) and same_values(held, seen[0])
-    except Exception:  # the forward may miss it in any way
+    except Exception:  # the forward may fail anyhow without it
         same = False
     if not same:
         vars(module)[name] = held

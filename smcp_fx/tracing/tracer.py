@@ -43,7 +43,7 @@ from smcp_fx.tracing.values import OPAQUE
 
 @dataclass(frozen=True)
 class Traced:
-    """A graph that computes what the model does, and what an example run showed about every node.
+    """A graph that computes the same as the model, and the values of every node in an example run.
 
     ``values`` maps node names to recorded outputs, with a `TensorInfo` in place of each tensor. ``assumptions`` lists
     what the graph assumes about its inputs' shapes, and checks in every call. ``work``: multiply-adds of nodes in the
@@ -129,12 +129,12 @@ def trace(
 
 
 def _takes(model: nn.Module, traced: fx.GraphModule, inputs: tuple[Any, ...]) -> bool:
-    """Does the graph compute what the model does where arguments are left out?"""
+    """Does the graph compute the same as the model if these arguments are left out?"""
     with slow_path():
         expected = run_eager(model, inputs)
     try:
         return same_values(expected, run_eager(traced, inputs))
-    except Exception:  # it may be what the graph does not run
+    except Exception:  # the graph may not run in this form
         return False
 
 
@@ -169,7 +169,7 @@ def _require_named(model: nn.Module, inputs: tuple[Any, ...]) -> None:
 def _with_leaves(
     model: nn.Module, inputs: tuple[Any, ...], leaves: tuple[str, ...], forms: tuple[Form, ...]
 ) -> tuple[fx.Graph, list[ModeTrace], Leaves]:
-    """Trace the model, with ``leaves`` and those modules left alone that turn out not to be traceable.
+    """Trace the model. ``leaves``, and modules that cannot be traced, stay calls.
 
     Their nodes are marked as opaque, with the reason. Hooks run with their modules; where the forward reads what they
     keep, they are traced.

@@ -5,6 +5,7 @@ Names are those of `operation_name`. Nothing is assumed about an operation that 
 
 from __future__ import annotations
 
+import functools
 from enum import Flag, auto
 
 
@@ -17,6 +18,10 @@ class Trait(Flag):
     COPIES = auto()
     #: Of those that move: merges or splits dimensions, so that sizes may decide which channels meet.
     REGROUPS = auto()
+    #: Of those that move: merges or splits dimensions by sizes of its own.
+    RESHAPES = auto()
+    #: Of those that move: gives dimensions another order.
+    PERMUTES = auto()
     #: Puts several tensors into one.
     JOINS = auto()
     #: Adds elements at the ends of dimensions.
@@ -46,6 +51,8 @@ _NAMES = {
         channelshuffle flip indexselect pixelshuffle pixelunshuffle repeat repeatinterleave roll rot90 tile
     """,
     Trait.REGROUPS: "flatten reshape reshapeas unflatten view viewas",
+    Trait.RESHAPES: "flatten reshape unflatten view",
+    Trait.PERMUTES: "movedim permute t transpose",
     Trait.JOINS: "cat hstack stack vstack",
     Trait.PADS: """
         pad constantpad1d constantpad2d constantpad3d reflectionpad1d reflectionpad2d reflectionpad3d
@@ -94,6 +101,7 @@ def _table() -> dict[str, Trait]:
 _TRAITS = _table()
 
 
+@functools.cache
 def has(name: str | None, trait: Trait) -> bool:
     """Tell whether the operation has the trait, or one of several."""
     return bool(_TRAITS.get(name or "", Trait(0)) & trait)

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -14,7 +14,15 @@ from torch.fx.immutable_collections import immutable_list
 from torch.utils import _pytree as pytree
 
 _LISTS = (tuple, list, immutable_list)
-_LEAVES = (int, float, bool, str, slice, type(None), torch.dtype, torch.device)
+#: Types that hold no other values. `pytree` is slow to check; `leaf_class` adds our own classes.
+_LEAVES: set[type] = {int, float, bool, str, slice, type(None), torch.dtype, torch.device}
+Class = TypeVar("Class", bound=type)
+
+
+def leaf_class(kind: Class) -> Class:
+    """Mark a class as one whose instances are values, and hold no others."""
+    _LEAVES.add(kind)
+    return kind
 
 
 def leaves_of(tree: Any) -> list[Any]:
@@ -30,7 +38,7 @@ def leaves_of(tree: Any) -> list[Any]:
 
 
 def mapped(function: Callable[[Any], Any], tree: Any) -> Any:
-    """The same structure, of what the function makes of each value."""
+    """The same structure, with the function applied to each value."""
     kind = type(tree)
     if kind in _LISTS:
         return kind([mapped(function, part) for part in tree])

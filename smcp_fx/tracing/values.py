@@ -9,6 +9,8 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
+from smcp_fx.tracing.trees import leaf_class
+
 #: On a placeholder or the output: where the tensors come from, or why they stay, instead of the usual reason.
 ORIGIN = "smcp_origin"
 #: On the output: the positions of those of its tensors that it does not pin.
@@ -21,6 +23,7 @@ FROZEN = "smcp_frozen"
 NO_AUTOCAST = "smcp_no_autocast"
 
 
+@leaf_class
 @dataclass(frozen=True)
 class TensorInfo:
     """A tensor's shape and type in the example run."""
@@ -35,12 +38,12 @@ class TensorInfo:
 
 
 def is_continuous(value: torch.Tensor | TensorInfo) -> bool:
-    """Does it hold real or complex numbers, no integers or truth values?"""
+    """Does it hold real or complex numbers, not integers or truth values?"""
     return value.dtype.is_floating_point or value.dtype.is_complex
 
 
 def info_of(result: Any) -> Any:
-    """What is recorded of a node's result: a `TensorInfo` in place of each tensor."""
+    """The record of a node's result: a `TensorInfo` in place of each tensor."""
     if type(result) in (int, bool):
         return result
     if isinstance(result, torch.Size):

@@ -1,4 +1,4 @@
-"""Which part of a tensor a write goes to, and what is written there."""
+"""Writes: the part of a tensor that is written, and the written values."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Span:
 
 
 def parts_of(node: fx.Node) -> tuple[Any, Any, Any] | None:
-    """What is written into, where, and what: of `x[i] = y`, `x[i].copy_(y)`, `x[i].fill_(2)`, `x[i].zero_()`.
+    """The target, the index and the value of `x[i] = y`, `x[i].copy_(y)`, `x[i].fill_(2)`, `x[i].zero_()`.
 
     `x.narrow(...)` and `x.select(...)` are such parts, too.
     """
@@ -109,5 +109,5 @@ def full_index(index: Any, rank: int) -> list[Any] | None:
 
 
 def next_place(place: int) -> int | None:
-    """The end of the part that one index takes: behind the last one there is none."""
+    """The end of the part that one index takes; None for the last index."""
     return None if place == -1 else place + 1

@@ -1,4 +1,4 @@
-"""Writes into part of a tensor become new tensors, if nothing could tell the difference.
+"""Writes into part of a tensor become new tensors, if no reader could see a difference.
 
     before   x[:, :4] = y                       after   x = cat([y.type_as(x), x[:, 4:]], 1)
     before   x[x < 0] = 0                       after   x = x.masked_fill(x < 0, 0)
@@ -44,7 +44,7 @@ def functional_writes(
     ``value`` gives a traced node's value on the example; ``adopt`` makes a new node known to it. What a rewrite
     assumes about inputs is added to ``assumed``, and checked in every call.
     """
-    written: dict[fx.Node, fx.Node] = {}  # new tensors, and what each is in the place of
+    written: dict[fx.Node, fx.Node] = {}  # new tensors, and the tensors that they replace
     for node in list(graph.nodes):
         parts = parts_of(node)
         if parts is None:
@@ -64,7 +64,7 @@ def functional_writes(
 
 
 def write_once(node: fx.Node) -> None:
-    """`x[i] += y`, which Python takes for `v = x[i]; v += y; x[i] = v`: the last step alone writes."""
+    """`x[i] += y` is `v = x[i]; v += y; x[i] = v` in Python: let only the last statement write."""
     target, index, source = node.args
     if not isinstance(source, fx.Node) or source.target not in PLAIN or len(source.users) > 1:
         return
@@ -76,7 +76,7 @@ def write_once(node: fx.Node) -> None:
 def own_constants(
     graph: fx.Graph, model: nn.Module, names: Iterable[str], adopt: Callable[[fx.Node], None]
 ) -> None:
-    """Let every call write into copies of its own of the tensors that forward made, and that are constants now."""
+    """Let every call write into its own copies of tensors that forward created, and that are constants now."""
     for node in graph.nodes:
         if node.op == "call_method" and node.target in _BY_INDEX:
             node.op, node.target = "call_function", _BY_INDEX[node.target]
@@ -97,7 +97,7 @@ def own_constants(
             graph.erase_node(node)
 
 
-#: How a constant of the model is recorded that is indexed by a traced tensor.
+#: The record of a constant of the model that is indexed by a traced tensor.
 _BY_INDEX = {"__getitem__": operator.getitem, "__setitem__": operator.setitem}
 
 
@@ -119,11 +119,11 @@ class _Write:
         self.sizes = Sizes(model, value, written)
         self.place = {other: index for index, other in enumerate(graph.nodes)}
         self.target, self.index, self.source = parts
-        self.fixed = False  # are the dimensions that the index cuts of one size for every input?
+        self.fixed = False  # do the indexed dimensions have the same size for every input?
         self.stops: dict[fx.Node, int] = {}  # new nodes, with their values on the example
 
     def rewritten(self) -> fx.Node | None:
-        """The new tensor; None where the write stays."""
+        """The new tensor; None if the write stays."""
         try:
             for node in self.node.all_input_nodes:
                 self.value(node)
@@ -131,13 +131,13 @@ class _Write:
                 return None
             if not scatters(self.node) and self._is_shared(self.target):
                 return None
-        except FxTraceError:  # shapes that only values tell: it stays the write it is
+        except FxTraceError:  # shapes that depend on values: the write stays
             return None
         with self.graph.inserting_before(self.node):
             return self._masked() if _is_mask(self._example(self.index)) else self._parts()
 
     def put(self, result: fx.Node) -> None:
-        """Put the new tensor in the target's place, for those who read it later."""
+        """Let later readers of the target read the new tensor."""
         if scatters(self.node):
             self.node.replace_all_uses_with(result)
             self.graph.erase_node(self.node)
@@ -150,10 +150,10 @@ class _Write:
         if isinstance(view, fx.Node) and view is not self.target and not view.users:
             self.graph.erase_node(view)
 
-    # ---- who else would see the write -------------------------------------------------------------------
+    # ---- other readers of the write ---------------------------------------------------------------------
 
     def _is_shared(self, target: fx.Node) -> bool:
-        """Does anyone who reads later, or the caller, hold the target's memory under another name?"""
+        """Does a later reader, or the caller, hold the target's memory under another name?"""
         after = self.place[self.node]
         names, others = sharing(target, {user for user in self.place if self.place[user] < after}, self.model)
         known = names | others
@@ -179,7 +179,7 @@ class _Write:
         return self.graph.call_function(torch.where, (mask, other, self.target))
 
     def _parts(self) -> fx.Node | None:
-        """`x[:, 2:4] = y`: y between the parts of x that stay."""
+        """`x[:, 2:4] = y`: y between the remaining parts of x."""
         tensor = self._example(self.target)
         index = full_index(self.index, tensor.dim())
         if index is None:
@@ -201,7 +201,7 @@ class _Write:
         return self._within(self.target, cut, gone, tensor)
 
     def _edges(self, part: Any, dim: int, size: int, fixed: bool) -> tuple[Any, Any] | None:
-        """Where a part starts and stops; None where that is not told, or may be another order at another size."""
+        """The start and stop of a part; None if unknown, or if their order may change at another size."""
         if isinstance(part, Span):
             length = self._number(part.length)
             if type(length) is not int:
@@ -233,7 +233,7 @@ class _Write:
         return start, stop
 
     def _edges_of_span(self, span: Span, dim: int, size: int) -> tuple[Any, Any] | None:
-        """One that ends with the dimension is assumed always to do so: nothing stays behind it."""
+        """A part that ends with the dimension is assumed to do so at any size: nothing remains after it."""
         if type(self.value(span.length)) is not int:
             return None
         stop = (
@@ -250,7 +250,7 @@ class _Write:
         return span.start or None, None
 
     def _number(self, edge: Any) -> Any:
-        """A node's number, where no input changes it."""
+        """A node's number, if no input changes it."""
         told = isinstance(edge, fx.Node) and self.sizes.is_fixed_number(edge)
         return self.value(edge) if told else edge
 
@@ -286,7 +286,7 @@ class _Write:
         return self.graph.call_method("flatten", (columns, dim, dim + 1))
 
     def _fitted(self, region: fx.Node, gone: list[int], tensor: Tensor) -> fx.Node:
-        """What is written, in the region's shape and type."""
+        """The written values, in the region's shape and type."""
         source = self.source
         if not isinstance(source, fx.Node) or not isinstance(self._example(source), Tensor):
             return self.graph.call_function(torch.full_like, (region, source))
@@ -296,7 +296,9 @@ class _Write:
             if dim - sum(other < dim for other in gone) >= left and shape:
                 source = self.graph.call_method("unsqueeze", (source, dim - max(left, 0)))
                 shape.insert(dim - max(left, 0), 1)
-        if tuple(shape) != tuple(tensor.shape) or not self.fixed:  # at other sizes: tells what does not fit
+        if (
+            tuple(shape) != tuple(tensor.shape) or not self.fixed
+        ):  # at other sizes, refuses values that do not fit
             source = self.graph.call_method("expand_as", (source, region))
         return self.graph.call_method("type_as", (source, region))
 

@@ -56,6 +56,7 @@ CASES: dict[str, list[onnx.NodeProto]] = {
     "max_pool": [n("MaxPool", kernel_shape=[3, 3], strides=[2, 2], pads=[1, 1, 1, 1], ceil_mode=1)],
     "average_pool": [n("AveragePool", kernel_shape=[3, 3], pads=[1, 1, 1, 1])],
     "clip": [n("Clip", "x nil six")],
+    "any_order": [n("Mul", "r s"), n("Sigmoid", "r", "s"), n("Relu", "x", "r")],
     "softmax": [n("Softmax", axis=1)],
     "pad": [n("Pad", "x pads")],
     "pad_reflect": [n("Pad", "x pads", mode="reflect")],

@@ -12,7 +12,7 @@ from onnx import TensorProto, helper
 from onnx_files import W, n, write
 
 import smcp_fx
-from smcp_fx.backends.onnx.importing import building
+from smcp_fx.backends.onnx.importing import building, file
 from smcp_fx.errors import InputError
 
 
@@ -76,6 +76,28 @@ def test_offsets_that_are_none(value: str, tmp_path: Path) -> None:
     for key in ("offset", "length"):
         with pytest.raises(InputError, match="cut off"):
             smcp_fx.from_onnx(external(tmp_path, "data", **{key: value}))
+
+
+def test_weights_that_lie_in_one_place_count_each(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "data").write_bytes(W["w"].tobytes())
+    model = onnx.load(external(tmp_path, "data"), load_external_data=False)
+    monkeypatch.setattr(file, "_MOST_ELEMENTS", 5 * W["w"].size)
+    for index in range(5):
+        (path := tmp_path / "net.onnx").write_bytes(model.SerializeToString())
+        smcp_fx.from_onnx(path)
+        model.graph.initializer.add().CopyFrom(model.graph.initializer[0])
+        model.graph.initializer[-1].name = f"w{index}"
+    path.write_bytes(model.SerializeToString())
+    with pytest.raises(InputError, match="elements in all"):
+        smcp_fx.from_onnx(path)
+
+
+@pytest.mark.parametrize("name", [b"height", b"batch", b"\x01x\x12"])
+def test_names_that_are_no_text(name: bytes, tmp_path: Path) -> None:
+    path = write(tmp_path, [n("Relu")])
+    path.write_bytes(path.read_bytes().replace(name, name[:1] + b"\xff" + name[2:]))
+    with pytest.raises(InputError, match="no text"):
+        smcp_fx.from_onnx(path)
 
 
 def test_functions_without_end(tmp_path: Path) -> None:

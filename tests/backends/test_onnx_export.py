@@ -381,8 +381,11 @@ def test_sides_of_images_stay_open_where_an_outputs_follow(tmp_path):
     assert run_file(path, other.numpy())[0].shape == (1, 7, 6, 10)
     fixed = export_onnx(Skips(), x, tmp_path / "fixed.onnx", dynamic_axes={})
     assert shapes_of(fixed) == {"x": [2, 3, 8, 8]}
-    pooled = nn.Sequential(nn.Conv2d(3, 4, 3), nn.AdaptiveAvgPool2d(1), nn.Flatten())
-    assert shapes_of(export_onnx(pooled, x, tmp_path / "pooled.onnx"))["input"] == ["batch", 3, 8, 8]
+    pooled = (nn.AdaptiveAvgPool2d(1), nn.Flatten())
+    more_samples_if_larger = (nn.Flatten(0), nn.Unflatten(0, (-1, 256)))
+    for after in (pooled, more_samples_if_larger):
+        path = export_onnx(nn.Sequential(nn.Conv2d(3, 4, 1), *after), x, tmp_path / "sized.onnx")
+        assert shapes_of(path)["input"] == ["batch", 3, 8, 8]
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -18,6 +18,8 @@ from smcp_fx.calibration import gather_halfway, solve_best
 from smcp_fx.calibration.batches import Batch, each_batch, number_of
 from smcp_fx.calibration.candidates import drawn
 from smcp_fx.calibration.objective import Objective
+from smcp_fx.calibration.repair import fit, narrowed
+from smcp_fx.calibration.side_by_side import Narrowed
 from smcp_fx.errors import InfeasibleBudgetError
 from smcp_fx.pruning.worth import Floats
 
@@ -114,20 +116,42 @@ def test_candidates_are_judged_by_images_that_none_is_fitted_to(
     images = torch.cat([x for x, _ in batches])
     fitted, judged = list[Tensor](), list[Tensor]()
 
-    def repair(smaller: nn.Module, prepared: nn.Module, batches: Any, **others: Any) -> None:
-        fitted.append(torch.cat([batch.args[0] for batch in each_batch(batches)]))
+    def fit(networks: Sequence[Narrowed], prepared: nn.Module, batches: Any, *others: Any) -> None:
+        fitted.extend(torch.cat([batch.args[0] for batch in each_batch(batches)]) for _ in networks)
 
     def distance(self: Objective, outputs: Any, wanted: Any, batch: Batch) -> float:
         judged.append(batch.args[0])
         return float((outputs - wanted).square().sum())
 
-    monkeypatch.setattr("smcp_fx.calibration.candidates.repair", repair)
+    monkeypatch.setattr("smcp_fx.calibration.candidates.fit", fit)
     monkeypatch.setattr(Objective, "distance", distance)
     solve_best(prepared, DataLoader(images, 64 // count, shuffle=True), outputs="classes")  # type: ignore[arg-type]
     assert len(fitted) > 1 and all(torch.equal(one, fitted[0]) for one in fitted)
     seen = torch.cat(judged).flatten(1).unique(dim=0)
     assert len(fitted[0]) == 32 and len(seen) == 16
     assert float(torch.cdist(seen, fitted[0].flatten(1)).min()) > 0
+
+
+def test_networks_fitted_together_become_what_each_becomes_alone() -> None:
+    prepared, batches = _gathered(0.5)
+
+    def networks() -> list[Narrowed]:
+        found = []
+        for share in (1.0, 0.7, 0.3):
+            prepared.set_masks(
+                {name: torch.arange(mask.numel()) < share * mask.numel() for name, mask in prepared.masks.items()
+                 if name in prepared.smcp.free_masks()}
+            )  # fmt: skip
+            found.append(narrowed(prepared))
+        return found
+
+    together, alone = networks(), networks()
+    reports = fit(together, prepared, batches)
+    assert reports == [fit([network], prepared, batches)[0] for network in alone]
+    assert any(layer.repaired for layer in reports[1].layers)
+    for one, other in zip(together, alone, strict=True):
+        state = other.module.state_dict()
+        assert all(torch.equal(tensor, state[name]) for name, tensor in one.module.state_dict().items())
 
 
 @pytest.mark.parametrize("wrong", ["0.0", "1.0", "2.0"])

@@ -12,7 +12,6 @@ from torch import Tensor, nn
 
 import smcp_fx
 from smcp_fx.calibration.consumers import by_weight
-from smcp_fx.calibration.side_by_side import SideBySide
 from smcp_fx.errors import InputError
 
 LAYERS = [
@@ -153,7 +152,7 @@ def test_layers_that_nothing_removed_reaches_need_no_fit(
     x, found, changed = torch.randn(48, 3, 8, 8).double(), [], []
     for every in (False, True):
         if every:
-            monkeypatch.setattr(SideBySide, "_exact", lambda self: set())
+            monkeypatch.setattr("smcp_fx.calibration.side_by_side._Fit._exact", lambda self: set())
         smaller = smcp_fx.convert(prepared).eval()
         before = smaller(x)
         report = smcp_fx.repair(smaller, prepared, x)

@@ -16,7 +16,6 @@ from torch import Tensor, nn
 import smcp_fx
 from smcp_fx.channels.graph import RULES
 from smcp_fx.channels.propagation import Propagation
-from smcp_fx.channels.rules_statistics import knows_other_sides
 from smcp_fx.tracing.other_sizes import at_another_size
 from smcp_fx.tracing.tracer import trace
 
@@ -276,4 +275,4 @@ def test_more_images_are_known_from_other_sides(one_size: bool) -> None:
     other = at_another_size(traced)
     assert other is not None and other["x"].shape[0] == 4
     propagation = Propagation(traced.module, traced.values, RULES, other=other)
-    assert knows_other_sides(propagation) is not one_size
+    assert propagation.sizes.sides_differ is not one_size

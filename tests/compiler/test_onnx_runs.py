@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import onnx
+import onnxruntime
 import pytest
 import torch
 from onnx import helper, numpy_helper
@@ -23,7 +24,7 @@ from smcp_fx.compiler.training import accuracy
 from smcp_fx.errors import InputError
 from smcp_fx.latency.table import LatencyTable
 from smcp_fx.zoo.models import FittedModel
-from smcp_fx.zoo.onnx_file import examples_of, read_network, takes_several
+from smcp_fx.zoo.onnx_file import examples_of, read_network, takes_several, writer_like
 from smcp_fx.zoo.pretrained import Preprocessing, preprocessing_by
 from smcp_fx.zoo.samples import load_samples
 
@@ -185,6 +186,30 @@ def test_sizes_of_inputs(tmp_path: Path, net: Path) -> None:
     for size in ("3x8x13,1", "3x8x12", "0,1", "x", "8"):
         with pytest.raises(InputError, match="sizes"):
             read_network(net, size)
+
+
+def test_axes_stay_open_each_by_itself(tmp_path: Path) -> None:
+    """A recogniser's height becomes 1 and goes; its width is cut from a table of 20 positions."""
+    held = weights(w=(8, 3, 4, 1), p=(1, 8, 1, 20)) | {
+        "at": np.array([3]),
+        "a2": np.array([2]),
+        "z": np.array([0]),
+    }
+    nodes = [
+        n("Conv", "x w", "c", strides=[4, 1]),
+        n("Shape", "c", "s"),
+        n("Gather", "s at", "wide"),
+        n("Slice", "p z wide at", "q"),
+        n("Add", "c q", "a"),
+        n("Squeeze", "a a2", "y"),
+    ]
+    network = read_network(write(tmp_path, nodes, held, ("batch", 3, "height", "width")), "4x12")
+    writer = writer_like(network)
+    path = writer.write(network, examples_of(network, 1), tmp_path / "again.onnx", 17)
+    assert not writer.closed
+    session = onnxruntime.InferenceSession(path)
+    for sizes in ((3, 3, 7, 19), (1, 3, 4, 5)):
+        assert session.run(None, {"x": np.zeros(sizes, np.float32)})[0].shape == (sizes[0], 8, sizes[3])
 
 
 def test_inspect_and_table_take_files(net: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

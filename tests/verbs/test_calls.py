@@ -181,6 +181,46 @@ def test_options_by_name_may_be_left_out_and_keep_their_defaults() -> None:
         required(X)
 
 
+class Guided(Network):
+    def forward(self, x: Tensor, mask: Tensor | None = None, *, shift: Tensor | None = None) -> Tensor:
+        scores = self.scores(x if mask is None else x * mask)
+        return scores if shift is None else scores + shift
+
+
+class Framed(Network):
+    def forward(self, x: Tensor, *others: Tensor, mask: Tensor | None = None) -> Tensor:
+        x = sum(others, x)
+        return self.scores(x if mask is None else x * mask)
+
+
+SHIFT = torch.randn(4, 5)
+
+
+@pytest.mark.parametrize(
+    ("kind", "example", "calls"),
+    [
+        (Guided, {"x": X, "shift": SHIFT}, [((X, None), {"shift": SHIFT}), ((X,), {})]),
+        (Guided, {"x": X, "mask": MASK, "shift": SHIFT}, [((X, MASK), {"shift": SHIFT}), ((X, MASK), {})]),
+        (Framed, {"x": X, "mask": MASK}, [((X,), {"mask": MASK}), ((X,), {})]),
+    ],
+)
+def test_places_are_the_models_own_where_it_takes_inputs_by_name_only(
+    kind: Any, example: dict[str, Tensor], calls: list[Any]
+) -> None:
+    """The graph has an argument for each input; a call by position means the model's, or is refused."""
+    prepared = pruned(kind(), example).eval()
+    own = smcp_fx.convert(prepared, into=kind())
+    for module in (prepared, converted := smcp_fx.convert(prepared)):
+        for args, named in calls:
+            assert_close(module(*args, **named), own(*args, **named), "slicing")
+        with pytest.raises((AssumptionError, InputError), match="was traced"):
+            module(*example.values())  # by place what has none
+        with pytest.raises((AssumptionError, InputError), match="was traced"):
+            module(X, MASK[:, :, :1], **{name: v for name, v in example.items() if name != "x"})
+    again = smcp_fx.prepare(converted, example).eval()
+    assert_close(again(**example), own(**example), "slicing")
+
+
 class Several(Network):
     def forward(self, *images: Tensor) -> Tensor:
         return self.scores(images[0] - images[1])

@@ -177,21 +177,30 @@ def _images_picture(lines: Lines) -> str:
 
 
 def _cost_table(costs: Lines) -> list[str]:
+    parts = (
+        "gather_importance",
+        "gather_halfway",
+        "solve_best",
+        "repair",
+        "elimination alone",
+        "Torch-Pruning, Taylor",
+    )
     found = [
         "## What it takes",
         "",
-        "CPU seconds of one thread (`tools/bench/without_training_cost.py`):",
+        "In forward passes over the images: CPU time over that of running the model on all of them, random weights,",
+        "images of noise at 224 pixels (`tools/bench/without_training_cost.py`). Beside the parts of `compress`:",
+        "inputs gathered and channels ordered without gradients (*elimination*), and Torch-Pruning's gradients and",
+        "step (*Taylor*). Part of the time does not grow with the images.",
         "",
-        "| | images | gather | gather halfway | repair | rest | most memory |",
-        "|---|---|---|---|---|---|---|",
+        "| | images | threads | gather | halfway | candidates | repair | elimination | Taylor | most memory |",
+        "|---|---|---|---|---|---|---|---|---|---|",
     ]
     for one in costs:
-        took = dict(one["cpu_seconds"])
-        parts = [took.pop(part) for part in ("gather_importance", "gather_halfway", "repair")]
+        took, memory = one["cpu_seconds"], one["peak_mebibytes"]
+        passes = "".join(f"{took[part] / took['pass']:.1f} | " for part in parts)
         found.append(
-            f"| {one['model']}, {one['side']} pixels | {one['images']} | "
-            f"{''.join(f'{seconds:.0f} s | ' for seconds in [*parts, sum(took.values())])}"
-            f"{max(one['peak_mebibytes'].values()) / 1024:.1f} GiB |"
+            f"| {one['model']} | {one['images']} | {one['threads']} | {passes}{memory['repair'] / 1024:.1f} GiB |"
         )
     return found
 

@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from smcp_fx.errors import InputError
 
 #: protobuf reads no message that is longer.
 _LARGEST_FILE = 2**31 - 1
-#: Most elements of one tensor: 8 GiB of float32.
+#: Most elements of one tensor, and of all in other files: 8 GiB of float32.
 _MOST_ELEMENTS = 2**31
 #: ai.onnx has had these shapes of operators since then.
 _OLDEST_OPSET = 7
@@ -134,9 +135,13 @@ def read_onnx(path: Path | str) -> OnnxFile:
         except Exception as error:
             raise file.refused(f"its functions cannot be inlined: {error}") from error
     _check_operators(file)
-    for tensor in _tensors(file.graph):
-        if tensor.external_data:
-            file.beside(tensor)  # ONNX Runtime opens those that nothing here reads, too
+    beside = [tensor for tensor in _tensors(file.graph) if tensor.external_data]
+    for tensor in beside:
+        file.beside(tensor)  # ONNX Runtime opens those that nothing here reads, too
+    if sum(abs(math.prod(tensor.dims)) for tensor in beside) > _MOST_ELEMENTS:
+        raise file.refused(
+            f"its weights have more than {_MOST_ELEMENTS} elements in all"
+        )  # of one place, perhaps
     if file.opset < _OLDEST_OPSET:
         raise file.refused(f"opset {file.opset} is too old: export it again, in {_OLDEST_OPSET} or later")
     return file
@@ -183,6 +188,25 @@ def _nodes(nodes: Iterable[onnx.NodeProto]) -> Iterator[onnx.NodeProto]:
         yield node
         for inner in _inside(node):
             yield from _nodes(inner.node)
+
+
+def in_order(graph: onnx.GraphProto) -> list[onnx.NodeProto]:
+    """Return a graph's nodes, each after those whose values it reads; as they are if that is a circle.
+
+    ONNX asks for that order, but runtimes take others, and converters to half precision write them.
+    """
+    nodes = list(graph.node)
+    makers = {name: place for place, node in enumerate(nodes) for name in node.output if name}
+    before = {
+        place: {makers[name] for inner in _nodes([node]) for name in inner.input if name in makers}
+        for place, node in enumerate(nodes)
+    }
+    if all(first < place for place, firsts in before.items() for first in firsts):
+        return nodes
+    try:
+        return [nodes[place] for place in TopologicalSorter(before).static_order()]
+    except CycleError:
+        return nodes
 
 
 def _inside(node: onnx.NodeProto) -> Iterator[onnx.GraphProto]:

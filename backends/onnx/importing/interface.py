@@ -36,6 +36,8 @@ DTYPES: dict[int, torch.dtype] = {
 _PAIRS = ((64, 160), (224, 480), (32, 96), (640, 960))
 _HEIGHTS = (48, 32, 64, 80, 224)
 _BATCHES = (2, 3)
+#: Most combinations of open axes that are tried: all of four axes.
+_MOST_CHOICES = 15
 
 Shapes = tuple[tuple[int, ...], ...]
 
@@ -113,12 +115,19 @@ class Interface:
         inputs = tuple(replace(port, sizes=("batch", *port.sizes[1:])) for port in self.inputs)
         return replace(self, inputs=inputs)
 
+    def open_choices(self) -> Iterator[frozenset[str]]:
+        """Yield names of open axes: all, then fewer, each combination of them while they are few; at last none."""
+        names = list(dict.fromkeys(name for port in self.inputs for name in port.open_axes.values()))
+        fewer = (some for count in range(len(names), 0, -1) for some in itertools.combinations(names, count))
+        batch = tuple(dict.fromkeys(port.open_axes[0] for port in self.inputs if 0 in port.open_axes))
+        yield from dict.fromkeys(map(frozenset, (*itertools.islice(fewer, _MOST_CHOICES), batch, ())))
+
     def pairs_from(self, shapes: Shapes) -> Iterator[tuple[Shapes, Shapes]]:
-        """Yield these shapes beside others with open axes twice as large, or less where the network takes no such."""
-        for batch, rest in ((True, True), (True, False), (False, True), (False, False)):
+        """Yield these shapes beside others with open axes twice as large, or half; less where these do not fit."""
+        for names, halves in itertools.product(self.open_choices(), (False, True)):
             other = [
                 tuple(
-                    2 * s if a in port.open_axes and (rest if a else batch) else s
+                    s if port.open_axes.get(a) not in names else s // 2 if halves and a and s > 1 else 2 * s
                     for a, s in enumerate(shape)
                 )
                 for port, shape in zip(self.inputs, shapes, strict=True)
@@ -175,7 +184,8 @@ def interface_of(path: Path, model: onnx.ModelProto) -> Interface:
     kinds = {tensor.data_type for tensor in model.graph.initializer}
     kinds |= {port.kind for port in (*inputs, *outputs)}
     half = bool(kinds & {TensorProto.FLOAT16, TensorProto.BFLOAT16})
-    return Interface(inputs, outputs, {p.key: p.value for p in model.metadata_props}, half)
+    metadata = {str(entry.key): str(entry.value) for entry in model.metadata_props}
+    return Interface(inputs, outputs, metadata, half)
 
 
 def _port(path: Path, value: onnx.ValueInfoProto) -> Port:
@@ -183,6 +193,10 @@ def _port(path: Path, value: onnx.ValueInfoProto) -> Port:
     if kind.elem_type not in DTYPES:
         raise InputError(f"{path}: input or output {value.name!r} is no tensor of numbers")
     sizes: list[int | str] = []
+    if not all(isinstance(name, str) for name in (value.name, *(dim.dim_param for dim in kind.shape.dim))):
+        raise InputError(
+            f"{path}: {value.name!r}, an input or output, or one of its axes has a name that is no text"
+        )
     for axis, dim in enumerate(kind.shape.dim):
         named = dim.dim_param if dim.dim_param not in ("", "?", "-1", "None") else f"{value.name}_{axis}"
         sizes.append(dim.dim_value if dim.dim_value > 0 else named)

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
-from smcp_fx.backends.onnx.importing.building import Builder, module_path
+from smcp_fx.backends.onnx.importing.building import Builder, SizesError, module_path
 from smcp_fx.backends.onnx.importing.call import Call
 from smcp_fx.backends.onnx.importing.elementwise import Rule, scalar
 from smcp_fx.backends.onnx.importing.size_arithmetic import combined
@@ -73,7 +73,7 @@ def _squeeze(b: Builder, call: Call) -> Any:
     at = b.shapes(x)
     axes = call.axes() or [a for a, (s, t) in enumerate(zip(*at, strict=True)) if s == 1 and t == 1]
     if any(shape[axis] != 1 for axis in axes for shape in at):
-        raise call.refused(f"axes {axes} of sizes {at[0]} are not all of size 1")
+        raise SizesError(f"axes {axes} of values of sizes {at[0]} and {at[1]} are not all of size 1")
     for axis in reversed(axes):
         x = b.call(torch.squeeze, x, axis)
     return regrouped(b, x)

@@ -12,7 +12,7 @@ from smcp_fx.backends.onnx.importing.building import Builder, SizesError, identi
 from smcp_fx.backends.onnx.importing.call import Call
 from smcp_fx.backends.onnx.importing.detection import DETECTION
 from smcp_fx.backends.onnx.importing.elementwise import ELEMENTWISE, Rule
-from smcp_fx.backends.onnx.importing.file import OnnxFile
+from smcp_fx.backends.onnx.importing.file import OnnxFile, in_order
 from smcp_fx.backends.onnx.importing.interface import Shapes
 from smcp_fx.backends.onnx.importing.layers import LAYERS
 from smcp_fx.backends.onnx.importing.movement import MOVEMENT
@@ -65,12 +65,12 @@ def finished(builder: Builder, outputs: list[Any]) -> fx.GraphModule:
 
 
 def _run(b: Builder, graph: onnx.GraphProto) -> None:
-    """Go through a graph's nodes in their order."""
+    """Go through a graph's nodes, each after those that it reads."""
     for tensor in graph.initializer:
         b.values[tensor.name] = b.name(b.file.tensor(tensor), tensor.name)
     if graph.sparse_initializer:
         raise b.file.refused("it has sparse tensors: export it with dense ones")
-    for node in graph.node:
+    for node in in_order(graph):
         given = [_value(b, name, f"node {node.name!r} ({node.op_type})") for name in node.input]
         results = _results(b, node, given)
         for name, value in zip(node.output, results, strict=False):

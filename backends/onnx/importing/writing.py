@@ -34,7 +34,7 @@ class Writer:
         """Write and check a file; ``half``: in half precision where the file is. Raises `BackendError`."""
         if half and self.interface.half and _runs_in_half(module, inputs):
             module, inputs = in_precision(module, inputs, "fp16")
-        every = _choices(self.interface) if self._axes is None else [self._axes]
+        every = self._choices() if self._axes is None else [self._axes]
         for axes in every:
             try:
                 write_checked(module, inputs, path, axes, opset, self.name)
@@ -60,6 +60,14 @@ class Writer:
         for key, value in {"producer": "smcp_fx", **interface.metadata}.items():
             proto.metadata_props.add(key=key, value=value)
 
+    def _choices(self) -> list[Axes]:
+        """Return which axes may stay open, as many as possible first."""
+        ports = self.interface.inputs
+        return [
+            tuple({a: name for a, name in port.open_axes.items() if name in names} for port in ports)
+            for names in self.interface.open_choices()
+        ]
+
     def _cast(self, path: Path) -> None:
         """Give inputs and outputs the file's types, by casts."""
         model = onnx.load(path)
@@ -81,18 +89,6 @@ class Writer:
                 graph.node.append(onnx.helper.make_node("Cast", [inner], [port.name], to=port.kind))
         if changed:
             write_model(model, path)
-
-
-def _choices(interface: Interface) -> list[Axes]:
-    """Return which axes may stay open, as many as possible first."""
-    every = tuple(port.open_axes for port in interface.inputs)
-    batch: Axes = tuple({a: name for a, name in axes.items() if a == 0} for axes in every)
-    others: Axes = tuple({a: name for a, name in axes.items() if a} for axes in every)
-    found: list[Axes] = []
-    for axes in (every, batch, others, tuple({} for _ in every)):
-        if axes not in found:
-            found.append(axes)
-    return found
 
 
 def _runs_in_half(module: nn.Module, inputs: tuple[Tensor, ...]) -> bool:
