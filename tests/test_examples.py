@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import math
-import subprocess
+import runpy
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from processes import ranks
 
 import smcp_fx
 from smcp_fx.backends import BlockLatency, Measurement
@@ -59,12 +60,15 @@ def priced(widths: tuple[int, ...]) -> BlockLatency:
     return BlockLatency(row, row)
 
 
-def test_the_example_on_two_processes() -> None:
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone",
-               str(EXAMPLES / "ddp_training.py")]  # fmt: skip
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=300)
-    assert ended.returncode == 0, ended.stderr[-2000:]
-    assert "accuracy" in ended.stdout
+def as_script(path: Path) -> None:
+    sys.path.insert(0, str(path.parent))
+    runpy.run_path(str(path), run_name="__main__")
+
+
+def test_the_example_on_two_processes(tmp_path: Path) -> None:
+    ended = ranks(tmp_path, 2, as_script, EXAMPLES / "ddp_training.py")
+    assert [code for code, _ in ended] == [0, 0], ended
+    assert "accuracy" in ended[0][1]
 
 
 def test_a_table_for_a_phone(toy: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -56,8 +56,7 @@ def test_every_rank_has_the_prices_of_the_rows_that_rank_0_asked_for(tmp_path: P
     assert torch.equal(first["state"]["cost"], second["state"]["cost"])
 
 
-@pytest.mark.parametrize("world", [2, 3])
-@pytest.mark.parametrize("kind", ["ddp", "own"])
+@pytest.mark.parametrize(("world", "kind"), [(2, "own"), (3, "ddp")])
 def test_every_rank_holds_the_same_masks(world: int, kind: str, tmp_path: Path) -> None:
     """After every solve; also where the ranks' gradients differ, which tells a broadcast from equal inputs."""
     every = results(tmp_path, world, kind)

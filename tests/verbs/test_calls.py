@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 from pathlib import Path
 from typing import Any
 
@@ -84,7 +85,6 @@ def pruned(model: nn.Module, example: Any) -> smcp_fx.PreparedModel:
     return prepared
 
 
-@pytest.mark.parametrize("training", [False, True])
 @pytest.mark.parametrize(
     ("model", "example", "calls"),
     [
@@ -95,18 +95,16 @@ def pruned(model: nn.Module, example: Any) -> smcp_fx.PreparedModel:
         (Kind, (X, T, "loss"), [(X, T, "loss"), (X,), (X, T)]),
     ],
 )
-def test_optional_arguments_may_be_left_out(
-    model: Any, example: Any, calls: Any, training: bool, tmp_path: Path
-) -> None:
+def test_optional_arguments_may_be_left_out(model: Any, example: Any, calls: Any, tmp_path: Path) -> None:
     original = randomise(model())
     whole = smcp_fx.prepare(original, example)
     prepared = pruned(model(), example)
     converted = smcp_fx.convert(prepared)
     loaded = smcp_fx.load(smcp_fx.save(converted, tmp_path / "m.safetensors"))
     own = smcp_fx.convert(prepared, into=model())
-    for call in calls:
+    for call, training in itertools.product(calls, (False, True)):
 
-        def of(module: nn.Module, call: Any = call) -> Any:
+        def of(module: nn.Module, call: Any = call, training: bool = training) -> Any:
             return copy.deepcopy(module).train(training)(*call)
 
         assert_close(of(whole), of(original), "identity")
