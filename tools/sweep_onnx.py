@@ -1,11 +1,12 @@
 """Import ONNX files, compare them in ONNX Runtime, prune them to 70% of the FLOPs, repair and export them again.
 
     python tools/sweep_onnx.py [--files FILE ...] [--only TEXT] [--record FILE] [--again]
+    python tools/sweep_onnx.py --reports REPORT.json ...
 
 Without --files: torchvision's, timm's and transformers' networks by both of PyTorch's exporters, a tagger, a U-Net
 with open height and width, a file in half precision and one with its weights beside it. Each file runs in a process
 of its own. A line of JSON is written the moment a result is there; a file that has a line is not run again, unless
---again says so.
+--again says so. --reports notes what runs of smcp-compile on ONNX files measured.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE))
 
 RECORD = HERE.parent / "docs" / "records" / "onnx_files.jsonl"
+LATENCY = RECORD.with_name("onnx_latency.jsonl")
 PAGE = HERE.parent / "docs" / "results" / "onnx_files.md"
 #: Exporter and opset; the first two are pruned, the others imported and prepared.
 _WAYS = (("script", 13), ("dynamo", 18), ("script", 11), ("script", 17), ("script", 20), ("dynamo", 20))
@@ -59,7 +61,16 @@ def main() -> int:
     parser.add_argument("--only", default="", help="files whose name holds this")
     parser.add_argument("--record", type=Path, default=RECORD)
     parser.add_argument("--again", action="store_true", help="run files that have a line, too")
+    parser.add_argument(
+        "--reports", nargs="+", type=Path, default=[], help="reports of runs to note, no files"
+    )
     options = parser.parse_args()
+    if options.reports:
+        with LATENCY.open("a") as file:
+            file.writelines(
+                json.dumps(_measured(json.loads(path.read_text()))) + "\n" for path in options.reports
+            )
+        options.only = "nothing but the page"
     lines = options.record.read_text().splitlines() if options.record.exists() else []
     known = {row["key"]: row for row in map(json.loads, lines)}
     listed = {file.name: _given(file) for file in options.files} or makers()
@@ -103,7 +114,46 @@ def page(rows: dict[str, dict[str, Any]]) -> str:
         told = " ".join("; ".join(others).replace("|", "/").split())
         shown = "" if free is None else f"{free:.3f}"
         lines.append(f"| {name} | {', '.join(exact)} | {shown} | {', '.join(pruned)} | {told} |")
-    return "\n".join([*lines, *_beside_onnxsim()]) + "\n"
+    return "\n".join([*lines, *_by_latency(), *_beside_onnxsim()]) + "\n"
+
+
+def _measured(report: dict[str, Any]) -> dict[str, Any]:
+    """Return what the record keeps of a run's report."""
+    dense, pruned = report["dense"], report["pruned"]
+    return {
+        "file": Path(report["model"].partition(":")[2]).name,
+        "target": report["target_fraction"],
+        "measured": round(report["measured_fraction"], 5),
+        "dense_ms": round(dense["latency_ms"], 3),
+        "pruned_ms": round(pruned["latency_ms"], 3),
+        "steady": dense["latency_stable"] and pruned["latency_stable"],
+        "flops": round(pruned["flops"] / dense["flops"], 4),
+        "agreement": round(pruned["accuracy"], 4),
+        "runtime": f"{report['backend']['runtime']} {report['backend']['version']}",
+        "device": report["backend"]["device"],
+    }
+
+
+def _by_latency() -> list[str]:
+    """Return the part on runs that `--reports` noted."""
+    lines = [
+        "",
+        "## To a measured latency",
+        "",
+        "`smcp-compile --epochs 0` on the OCR files and text lines, one in five held out; noted by",
+        "`tools/sweep_onnx.py --reports`. One thread, a batch of one; agreement is that of held-out lines.",
+        "",
+        "| file | target | measured | ms | FLOPs | agreement | in |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for row in map(json.loads, LATENCY.read_text().splitlines()):
+        busy = "" if row["steady"] else ", beside other work"
+        lines.append(
+            f"| {row['file']} | {row['target']:.0%} | {row['measured']:.1%}{busy} | {row['dense_ms']:g} to "
+            f"{row['pruned_ms']:g} | {row['flops']:.1%} | {row['agreement']:.1%} | "
+            f"{row['runtime']}, {row['device']} |"
+        )
+    return lines
 
 
 def _beside_onnxsim() -> list[str]:
