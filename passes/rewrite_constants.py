@@ -177,9 +177,10 @@ class _Rewriter:
     # ---- numbers ----------------------------------------------------------------------------------------
 
     def _holds(self, node: fx.Node) -> bool:
-        """Does what tracing assumed of the shapes still hold? A channel count that went down may break it."""
-        condition = node.args[0]
-        return not isinstance(condition, fx.Node) or bool(self.new.get(condition.name, True))
+        """Does what tracing assumed still hold? Fewer channels may break it, but not that an input is None."""
+        if not isinstance(condition := node.args[0], fx.Node) or condition.target is operator.is_:
+            return True
+        return bool(self.new.get(condition.name, True))
 
     def _freeze_numbers(self, node: fx.Node) -> None:
         """Numbers that came from a channel count and are used in arithmetic keep their original value."""

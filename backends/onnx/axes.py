@@ -101,7 +101,10 @@ def given_axes(
                     f"dynamic_axes: {name!r} is {size} in {where} and {shape[axis]} in {key!r}: axes of one name "
                     "have one size; give them two names"
                 )
-            found[place][axis % len(shape)] = name
+            if found[place].setdefault(axis % len(shape), name) != name:
+                raise InputError(
+                    f"dynamic_axes[{key!r}][{axis}] names an axis again that is {found[place][axis % len(shape)]!r}"
+                )
     return found
 
 

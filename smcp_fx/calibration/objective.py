@@ -109,7 +109,8 @@ class Objective:
             raise
         except Exception as error:
             raise InputError(
-                f"the loss of {batch} fails: {type(error).__name__}: {first_line(error)}"
+                f"the loss of {batch} fails: {type(error).__name__}: {first_line(error)} It is called with "
+                "(outputs, labels), as the model returns the ones and the batch holds the others"
             ) from error
         if not isinstance(value, Tensor) or value.numel() != 1 or not bool(torch.isfinite(value).all()):
             shown = (

@@ -218,6 +218,7 @@ LEAF_FUNCTIONS = {
 _OTHERS: dict[str, Callable[..., Any]] = {
     "builtins.dict": dict,
     "builtins.getattr": getattr,
+    "builtins.len": len,
     "builtins.list": list,
     "builtins.round": round,
     "builtins.tuple": tuple,

@@ -47,8 +47,8 @@ class AnsweringTracer(fx.Tracer):
         """Return the length of a tensor, tuple or list."""
 
     @abstractmethod
-    def nothing(self, obj: Proxy) -> None:
-        """Assume that an input, or a part of one, is None as in the example. (`x is None` would see the proxy.)"""
+    def known(self, obj: Proxy, value: Any) -> Any:
+        """An input or a part of one; None and an enum's member themselves, as `x is None` would see the proxy."""
 
     @abstractmethod
     def check_parts(self, obj: Proxy) -> None:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.fx.proxy import Proxy
 
+from smcp_fx.errors import TraceError
 from smcp_fx.tracing.answering import AnsweringTracer
 from smcp_fx.tracing.in_place import PLAIN
 
@@ -42,6 +43,16 @@ def held_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
         for name, value in (*module._parameters.items(), *module._buffers.items(), *vars(module).items()):
             if isinstance(value, Tensor):
                 yield f"{path}.{name}" if path else name, value
+
+
+def refuse_state(module: nn.Module) -> None:
+    """A module that forward makes, or keeps where `nn.Module` does not look, may hold no tensors of its own."""
+    held = next(iter([*module.named_parameters(), *module.named_buffers()]), None)
+    if held is not None:
+        raise TraceError(
+            f"a {type(module).__name__} that is called is not a submodule of the model, so its {held[0]!r} is not "
+            "in the state dict: make it in __init__, and keep it as an attribute or in an nn.ModuleList"
+        )
 
 
 def _attributes_of(module: nn.Module) -> dict[str, tuple[Any, Any]]:

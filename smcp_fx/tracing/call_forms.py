@@ -7,12 +7,13 @@ A graph runs the operations of the call that it gets: its flag `left_out` tells 
 
 from __future__ import annotations
 
+import enum
 import inspect
 from dataclasses import dataclass
 from itertools import combinations
 from typing import Any
 
-from torch import fx, nn
+from torch import Tensor, fx, nn
 
 from smcp_fx.tracing.example_runs import run_eager
 from smcp_fx.tracing.modes import form_key, is_by_mode, left_out
@@ -50,7 +51,13 @@ def parameters_of(model: nn.Module) -> list[inspect.Parameter]:
 
 def is_option(default: Any) -> bool:
     """May forward compare an argument with this default, and branch? (With numbers it computes.)"""
-    return default is None or type(default) in (bool, str)
+    return default is None or type(default) in (bool, str) or isinstance(default, enum.Enum)
+
+
+def has_name(default: Any) -> bool:
+    """Can a graph's code name this default? Not tensors and objects."""
+    kinds = (*fx.node.base_types, enum.Enum, type(None))
+    return isinstance(default, kinds) and not isinstance(default, Tensor)
 
 
 def is_default(given: Any, default: Any) -> bool:

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 from torch.fx.proxy import Attribute, Proxy
 from torch.utils import _pytree as pytree
 
@@ -90,10 +90,8 @@ class AnsweringProxy(Proxy):
 
     def __getitem__(self, index: Any) -> Any:
         part = super().__getitem__(index)  # type: ignore[misc]
-        of_inputs = self.node.op == "placeholder" and not self.tracer.is_tensor(self)
-        if of_inputs and self.tracer.value(part.node) is None:
-            self.tracer.nothing(part)
-            return None
+        if is_given(self.node) and not self.tracer.is_tensor(self):
+            return self.tracer.known(part, self.tracer.value(part.node))
         return part
 
     def __setitem__(self, index: Any, value: Any) -> None:
@@ -101,7 +99,7 @@ class AnsweringProxy(Proxy):
 
     def __contains__(self, item: Any) -> bool:
         value = self.tracer.value(self.node)
-        if isinstance(value, dict) and not isinstance(item, Proxy):
+        if isinstance(value, dict) and not isinstance(item, Proxy) and not is_given(self.node):
             return item in value  # the structure of the graph's own values follows from what made them
         return bool(self.tracer.create_proxy("call_function", operator.contains, (self, item), {}))
 
@@ -252,11 +250,14 @@ class ValueAttribute(AnsweringProxy, Attribute):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self.attr == "item" and not args and self.tracer.value(self.root.node).is_floating_point():
             return number_in(self.root)
-        if self.attr in ("items", "keys", "values") and not args:
-            held = self.tracer.value(self.root.node)
-            if isinstance(held, dict):  # an input's; a dict with other keys would be another kind of input
-                pairs = [(key, self.root[key]) for key in held]  # type: ignore[index]
-                return pairs if self.attr == "items" else [pair[self.attr == "values"] for pair in pairs]
+        if self.attr in ("items", "keys", "values", "get") and isinstance(
+            self.tracer.value(self.root.node), dict
+        ):
+            held: Any = self.root
+            if self.attr == "get":
+                return held[args[0]] if args[0] in held else (*args, None)[1]
+            pairs = [(key, held[key]) for key in self.tracer.keys(self.root)]
+            return pairs if self.attr == "items" else [pair[self.attr == "values"] for pair in pairs]
         if self.attr == "type":  # `x.type(torch.FloatTensor)`: the class by its name, as torch also takes it
             args = tuple(f"{a.__module__}.{a.__name__}" if _is_tensor_type(a) else a for a in args)
         return super().__call__(*args, **kwargs)
@@ -269,6 +270,13 @@ def number_in(tensor: Any) -> Proxy:
     """
     number: Proxy = tensor.detach().double().reshape(())
     return number
+
+
+def is_given(node: fx.Node) -> bool:
+    """Is it an input, or a part of one?"""
+    while node.target is operator.getitem:
+        node = node.args[0]  # type: ignore[assignment]
+    return node.op == "placeholder"
 
 
 def _plain(value: Any) -> Any:

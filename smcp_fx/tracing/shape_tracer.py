@@ -13,6 +13,7 @@ hold. What depends on a tensor's values is refused.
 from __future__ import annotations
 
 import copy
+import enum
 import inspect
 import operator
 from collections.abc import Callable, Iterator
@@ -25,16 +26,16 @@ from torch.fx.proxy import Proxy
 from torch.fx.proxy import TraceError as FxTraceError
 from torch.utils import _pytree as pytree
 
-from smcp_fx.errors import TraceError
 from smcp_fx.tracing.answering import AnsweringTracer
-from smcp_fx.tracing.attributes import Assignments, Attributes, held_tensors
+from smcp_fx.tracing.attributes import Assignments, Attributes, held_tensors, refuse_state
+from smcp_fx.tracing.call_forms import has_name
 from smcp_fx.tracing.fake_results import known_result
 from smcp_fx.tracing.gradients import Checkpoints, GradientQuestions
 from smcp_fx.tracing.in_place import PLAIN, drop_releases, is_tensor_for_sure, settle_in_place
 from smcp_fx.tracing.lengths import Sizes, write_out_kernels
 from smcp_fx.tracing.mode_reads import ModeLog, drop_marks
 from smcp_fx.tracing.parameter_writes import settle_parameter_writes
-from smcp_fx.tracing.proxies import ValueProxy
+from smcp_fx.tracing.proxies import ValueProxy, is_given
 from smcp_fx.tracing.python_builtins import StandIns
 from smcp_fx.tracing.questions import asks_if_finite, drop_constant_questions, reads_values
 from smcp_fx.tracing.rewrites import by_position
@@ -127,6 +128,7 @@ class ShapeTracer(AnsweringTracer):
         if is_module and inspect.unwrap(root_fn) is not root_fn:
             return root_fn, self._arguments_of_decorated(root_fn)
         function, arguments = super().create_args_for_root(root_fn, is_module, concrete_args)
+        own = inspect.signature(root_fn).parameters
         for index, argument in enumerate(arguments[1:], start=1):
             if not isinstance(argument, Proxy):
                 continue
@@ -134,29 +136,34 @@ class ShapeTracer(AnsweringTracer):
                 arguments[index] = self.inputs[index - 1]
                 continue
             if index <= len(self.inputs):
-                if self.inputs[index - 1] is None:
-                    self.nothing(argument)
-                    arguments[index] = None
+                arguments[index] = self.known(argument, self.inputs[index - 1])
                 continue
-            node = argument.node
-            stars = len(str(node.target)) - len(str(node.target).lstrip("*"))
-            if node.op == "placeholder" and (stars or node.args):
-                arguments[index] = ((), {})[stars - 1] if stars else node.args[0]
-                self.graph.erase_node(node)
+            name = str(argument.node.target)
+            if name.startswith("*") or own[name].default is not inspect.Parameter.empty:
+                arguments[index] = {} if name[1:2] == "*" else () if name[0] == "*" else own[name].default
+                self.graph.erase_node(argument.node)
         return function, arguments
 
-    def nothing(self, obj: Proxy) -> None:
-        """Assume that an input, or a part of one, is None as in the example. (`x is None` would see the proxy.)"""
-        none = self.create_proxy("call_function", operator.is_, (obj, None), {})
-        self._assume(obj, none, f"{express(obj.node)} is None")
+    def create_proxy(self, kind: str, target: Any, args: Any, kwargs: Any, *rest: Any, **named: Any) -> Proxy:
+        """A graph's arguments have the defaults that code can name; tensors and other objects are none."""
+        if kind == "placeholder" and not all(map(has_name, pytree.tree_leaves(args))):
+            args = ()
+        return super().create_proxy(kind, target, args, kwargs, *rest, **named)
+
+    def known(self, obj: Proxy, value: Any) -> Any:
+        """An input or a part of one; None and an enum's member themselves, as `x is None` would see the proxy."""
+        if value is not None and not isinstance(value, enum.Enum):
+            return obj
+        same = self.create_proxy("call_function", operator.is_, (obj, value), {})
+        self._assume(obj, same, f"{express(obj.node)} is {value}")
+        return value
 
     def _arguments_of_decorated(self, root_fn: Any) -> list[Any]:
         """The model and its inputs. (What fx makes of a decorated function takes its code for the one inside.)"""
         parameters = [*inspect.signature(root_fn).parameters.values()][1 : len(self.inputs) + 1]
-        defaults = [() if p.default is p.empty else (p.default,) for p in parameters]
         proxies: list[Any] = [
-            self.create_proxy("placeholder", parameter.name, default, {})
-            for parameter, default in zip(parameters, defaults, strict=True)
+            self.create_proxy("placeholder", p.name, () if p.default is p.empty else (p.default,), {})
+            for p in parameters
         ]
         for place in self.fixed:
             proxies[place] = self.inputs[place]
@@ -179,7 +186,7 @@ class ShapeTracer(AnsweringTracer):
         if self._evaluating:
             return forward(*args, **kwargs)
         if isinstance(m, nn.Module) and self.submodule_paths and m not in self.submodule_paths:
-            _refuse_state(m)
+            refuse_state(m)
             return forward(*args, **kwargs)
 
         def in_frame(*given: Any, **named: Any) -> Any:
@@ -209,15 +216,17 @@ class ShapeTracer(AnsweringTracer):
 
     def iter(self, obj: Proxy) -> Iterator[Any]:
         """The parts, as many as there are in the example; the keys of a dict."""
-        value = self.value(obj.node)
-        if isinstance(value, dict):
-            return iter(list(value))
+        if isinstance(self.value(obj.node), dict):
+            return iter(self.keys(obj))
         return iter([obj[index] for index in range(self.length(obj))])  # type: ignore[index]
 
     def keys(self, obj: Proxy) -> Any:
         """The keys of a dict, as they are in the example."""
         value = self.value(obj.node)
-        return list(value) if isinstance(value, dict) else super().keys(obj)
+        if not isinstance(value, dict):
+            return super().keys(obj)
+        self.length(obj)
+        return [key for key in value if key in obj]  # type: ignore[operator]
 
     def evaluating(self) -> bool:
         """Whether a value is being computed (and no graph is being recorded)."""
@@ -268,6 +277,8 @@ class ShapeTracer(AnsweringTracer):
         count = len(value)
         if isinstance(value, Tensor):
             size = self.create_proxy("call_method", "size", (obj, 0), {})
+        elif is_given(obj.node):
+            size = self.create_proxy("call_function", len, (obj,), {})
         elif self._sizes.may_vary(obj.node):
             size = self._sizes.number_of_parts(obj.node, self.proxy)
         else:
@@ -282,8 +293,9 @@ class ShapeTracer(AnsweringTracer):
         self.value(node)
 
     def check_parts(self, obj: Proxy) -> None:
-        """Assume that a split gives as many parts as the code unpacks."""
-        if obj.node.op in ("call_function", "call_method") and self._sizes.may_vary(obj.node):
+        """Assume that a split gives, or an input has, as many parts as the code unpacks."""
+        made = obj.node.op in ("call_function", "call_method")
+        if is_given(obj.node) or (made and self._sizes.may_vary(obj.node)):
             self.length(obj)
 
     def value(self, node: fx.Node) -> Any:
@@ -383,13 +395,3 @@ class ShapeTracer(AnsweringTracer):
         message = f"{TAKEN}{sentence} ({asking_line()})"
         self.assumptions.append(message)
         self.create_proxy("call_function", torch._assert, (condition, message + AGAIN), {})
-
-
-def _refuse_state(module: nn.Module) -> None:
-    """Refuse tensors in a module that forward creates, or that the model does not register as a submodule."""
-    held = next(iter([*module.named_parameters(), *module.named_buffers()]), None)
-    if held is not None:
-        raise TraceError(
-            f"a {type(module).__name__} that is called is not a submodule of the model, so its {held[0]!r} is not "
-            "in the state dict: make it in __init__, and keep it as an attribute or in an nn.ModuleList"
-        )

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from smcp_fx.errors import InputError, TraceError
-from smcp_fx.tracing.call_forms import Form, forms_of
+from smcp_fx.tracing.call_forms import Form, forms_of, parameters_of
 from smcp_fx.tracing.contexts import (
     AutocastError,
     detach_frozen,
@@ -78,11 +78,15 @@ def trace(
         with slow_path():
             expected = run_eager(model, inputs)
     except Exception as error:
-        by_name = any(isinstance(given, Mapping) for given in inputs)
+        needed = sum(p.default is p.empty and p.kind <= p.POSITIONAL_OR_KEYWORD for p in parameters_of(model))
+        hint = ""
+        if any(isinstance(given, Mapping) for given in inputs):
+            hint = f", by the names in forward{inspect.signature(model.forward)}"
+        elif len(inputs) < needed:
+            hint = f", {needed} in a tuple; in batches ((first, second), labels)"
         raise InputError(
             f"{type(model).__name__} does not run on the example inputs {_describe(inputs)}: "
-            f"{first_line(error)} Pass inputs of the shape and type the model was made for"
-            + (f", by the names in forward{inspect.signature(model.forward)}." if by_name else ".")
+            f"{first_line(error)} Pass inputs of the shape and type the model was made for{hint}."
         ) from error
     _require_named(model, inputs)
     training = model.training

@@ -395,6 +395,7 @@ def test_sides_of_images_stay_open_where_an_outputs_follow(tmp_path):
         ({"input": {4: "b"}}, r"dynamic_axes\['input'\].*no axis 4"),
         ({"input": {0: "b", 2: "b"}}, "'b' is 2 in 'input' and 8"),
         ({"input": {0: 5}}, "5 is no name"),
+        ({"input": {2: "height", -2: "rows"}}, "names an axis again that is 'height'"),
         ([0], "must be a dict"),
     ],
 )

@@ -187,6 +187,18 @@ def test_a_first_batch_without_any_gradient_does_not_end_the_check() -> None:
         objective(outputs, _first([(own, own)]))
 
 
+def test_a_call_that_does_not_fit_is_told_what_would() -> None:
+    class Two(nn.Module):
+        def forward(self, one: Tensor, other: Tensor) -> Tensor:
+            return one - other
+
+    x = torch.randn(4, 3)
+    with pytest.raises(InputError, match=r"2 in a tuple; in batches \(\(first, second\), labels\)"):
+        smcp_fx.compress(Two(), [(x, x)])  # the second is taken for labels
+    with pytest.raises(InputError, match=r"batch 1 .*fails.* It is called with \(outputs, labels\)"):
+        Objective(nn.Identity(), lambda o: o.sum())(x, _first([x]))
+
+
 @pytest.mark.parametrize("images", [12, 48])
 def test_gradients_that_are_not_finite_are_refused_with_the_cure(images: int) -> None:
     """Also of a batch whose images are all held out."""

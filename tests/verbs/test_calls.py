@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import copy
+import enum
 import itertools
+import operator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -243,6 +246,52 @@ def test_inputs_without_a_place_of_their_own(model: Any, example: Any) -> None:
     assert_close(of(own), of(prepared), "slicing")
 
 
+class Part(enum.Enum):
+    SCORES, BOTH = 1, 2
+
+
+@dataclass
+class Options:
+    gain: float = 2.0
+    rectified: bool = True
+
+
+class Shifted(Network):
+    """Defaults of kinds that a graph's code cannot name."""
+
+    def forward(self, x: Tensor, shift: Tensor = SHIFT, options: Options = Options()) -> Tensor:  # noqa: B008
+        scores = self.scores(x) * options.gain + shift
+        return F.relu(scores) if options.rectified else scores
+
+
+class Parts(Network):
+    def forward(self, x: Tensor, part: Part = Part.SCORES) -> Any:
+        scores = self.scores(x)
+        return scores if part is Part.SCORES else (scores, scores.softmax(1))
+
+
+def test_defaults_may_be_tensors_objects_and_members_of_enums() -> None:
+    for kind, example, other in (
+        (Shifted, (X,), (X, SHIFT)),
+        (Shifted, (X, -SHIFT, Options(3.0)), (X,)),
+        (Parts, (X, Part.SCORES), (X, Part.BOTH)),
+        (Parts, (X, Part.BOTH), None),
+    ):
+        prepared = pruned(kind(), example).eval()
+        original = randomise(kind()).eval()
+        original.load_state_dict(
+            {k: v for k, v in prepared.state_dict().items() if k in original.state_dict()}
+        )
+        assert_close(smcp_fx.prepare(original, example)(*example), original(*example), "identity")
+        for module in (prepared, smcp_fx.convert(prepared)):
+            assert_close(module(*example), prepared(*example), "slicing")
+            if other is None:  # the call that leaves it out was traced, too
+                assert_close(module(X), prepared(*example)[0], "slicing")
+                continue
+            with pytest.raises((AssumptionError, InputError), match="traced"):
+                module(*other)
+
+
 class Pair(Network):
     def forward(self, pair: list[Tensor], options: Tensor | None = None) -> Tensor:
         return self.scores(pair[0]) + self.scores(pair[1])
@@ -279,6 +328,44 @@ def test_batches_of_lists_and_dicts(model: Any, inputs: Any) -> None:
     )
     smcp_fx.recalibrate(smaller, batches)
     assert smaller.get_submodule("head").in_features < 16 or smaller.get_submodule("second").in_channels < 16
+
+
+#: What a model may do with a container, one that it takes, and those that give another result.
+OF_CONTAINERS: dict[str, tuple[Any, Any, list[Any]]] = {
+    "list": (sum, [X, Z], [[X, Z, X], [X]]),
+    "unpacked": (lambda given: operator.sub(*given), [X, Z], [[X, Z, X]]),
+    "len": (lambda given: given[0] / len(given), [X, Z], [[X, Z, X]]),
+    "values": (lambda given: sum(given.values()), {"a": X, "b": Z}, [{"a": X}, {"a": X, "b": Z, "c": X}]),
+    "keys": (lambda given: sum(given[k] for k in given), {"a": X}, [{"a": X, "b": Z}, {"b": X}]),
+    "in": (lambda given: given["a"] * (2 if "b" in given else 1), {"a": X}, [{"a": X, "b": None}]),
+    "get": (lambda given: given["a"] * given.get("b", 1), {"a": X}, [{"a": X, "b": MASK}]),
+    "get it": (lambda given: given["a"] * given.get("b", 1), {"a": X, "b": MASK}, [{"a": X}]),
+    "None": (
+        lambda given: given["a"] * (1 if given["b"] is None else 2),
+        {"a": X, "b": None},
+        [{"a": X, "b": Z}],
+    ),
+}
+
+
+@pytest.mark.parametrize("use", OF_CONTAINERS)
+def test_containers_of_other_parts_are_refused(use: str, tmp_path: Path) -> None:
+    read, example, others = OF_CONTAINERS[use]
+
+    class Reading(Network):
+        def forward(self, given: Any) -> Tensor:
+            return self.scores(read(given))
+
+    original = randomise(Reading()).eval()
+    assert_close(smcp_fx.prepare(original, (example,)).eval()(example), original(example), "identity")
+    prepared = pruned(Reading(), (example,)).eval()
+    converted = smcp_fx.convert(prepared)
+    loaded = smcp_fx.load(smcp_fx.save(converted, tmp_path / "m.safetensors")).eval()
+    for module in (prepared, converted, loaded):
+        assert_close(module(example), prepared(example), "slicing")
+        for other in others:
+            with pytest.raises(AssumptionError, match="traced for inputs where"):
+                module(other)
 
 
 @pytest.mark.parametrize(
