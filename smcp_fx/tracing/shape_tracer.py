@@ -226,7 +226,7 @@ class ShapeTracer(AnsweringTracer):
         if not isinstance(value, dict):
             return super().keys(obj)
         self.length(obj)
-        return [key for key in value if key in obj]  # type: ignore[operator]
+        return [key for key in value if key in obj]
 
     def evaluating(self) -> bool:
         """Whether a value is being computed (and no graph is being recorded)."""

@@ -155,6 +155,31 @@ def test_labels_and_labels_drawn_from_the_model_tell_the_same() -> None:
         assert 0.7 < rises[half] / without[name][half] < 1.4
 
 
+class _Heads(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two = nn.Conv2d(3, 12, 3), nn.Conv2d(12, 12, 3)
+        self.cls, self.box = nn.Conv2d(12, 5, 1), nn.Conv2d(12, 4, 1)
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        y = self.two(self.one(x).relu()).relu()
+        return {"cls": self.cls(y), "box": self.box(y)}
+
+
+def test_a_head_that_is_not_named_weighs_nothing() -> None:
+    torch.manual_seed(0)
+    x, model = torch.randn(32, 3, 8, 8), randomise(_Heads()).eval()
+    alone = nn.Sequential(model.one, nn.ReLU(), model.two, nn.ReLU(), model.cls)
+    found = []
+    for network, outputs in ((model, {"cls": "classes"}), (alone, "classes")):
+        prepared = smcp_fx.prepare(network, x[:2], config=SMALL)
+        smcp_fx.gather_importance(prepared, [x], outputs=outputs)
+        assert prepared.pruner.rises is not None
+        found.append([*prepared.pruner.rises.values()])
+    for both, one in zip(*found, strict=True):
+        np.testing.assert_allclose(both, one, rtol=1e-3, atol=1e-3 * one.max())
+
+
 class _Gated(nn.Module):
     """Of three groups, the second is read by a layer whose weight depends on the images."""
 
