@@ -46,7 +46,7 @@ def held_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def refuse_state(module: nn.Module) -> None:
-    """A module that forward makes, or keeps where `nn.Module` does not look, may hold no tensors of its own."""
+    """Refuse tensors in a module that forward creates, or that the model does not register as a submodule."""
     held = next(iter([*module.named_parameters(), *module.named_buffers()]), None)
     if held is not None:
         raise TraceError(
