@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, fx, nn
+from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from smcp_fx.errors import InputError
@@ -173,7 +174,7 @@ def _check(model: nn.Module, like: nn.Module | Mapping[str, Tensor], inputs: tup
 
     In train mode, too; where the two draw other random numbers there, the modules that draw are in eval mode.
     """
-    inputs = fitting(model, inputs)
+    inputs, compared = fitting(model, inputs), not isinstance(like, nn.Module)
     for training, images in ((False, OTHERS), (True, IMAGES)):
         if not isinstance(like, nn.Module):
             _run(model, like, inputs, training)
@@ -181,6 +182,7 @@ def _check(model: nn.Module, like: nn.Module | Mapping[str, Tensor], inputs: tup
         given, expected = on_some(like, inputs, images, training)
         if expected is None:
             continue
+        compared = True
         _run(model, like, given, training)
         what = differs(like, model, given, training, expected, more=more_images(inputs))
         if what is not None and training:
@@ -197,6 +199,13 @@ def _check(model: nn.Module, like: nn.Module | Mapping[str, Tensor], inputs: tup
                 + (f"; the first module that differs is {where!r}" if where else "")
                 + f". {_reason(model, like, given, where)}"
             )
+    if not compared:
+        shapes = pytree.tree_map(lambda v: list(v.shape) if isinstance(v, Tensor) else v, inputs)
+        warnings.warn(
+            f"the smaller {type(like).__name__} does not run on the example inputs {shapes}, so that nothing shows "
+            "whether the result is the same: give inputs that it takes, on its device.",
+            stacklevel=3,
+        )
 
 
 _ADVICE = (

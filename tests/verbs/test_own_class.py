@@ -326,3 +326,10 @@ def test_a_timm_backbone_says_what_its_features_are() -> None:
     smaller = smcp_fx.convert(halved(model, torch.randn(2, 3, 32, 32)))
     assert smaller.feature_info.channels() == model.feature_info.channels()
     assert copy.deepcopy(smaller).feature_info.reduction() == model.feature_info.reduction()
+
+
+def test_inputs_that_the_smaller_model_does_not_take_prove_nothing() -> None:
+    model = randomise(nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 4, 1)))
+    smaller = smcp_fx.convert(smcp_fx.prepare(model, torch.randn(2, 3, 8, 8)))
+    with pytest.warns(UserWarning, match=r"does not run on the example inputs \(\[2, 5, 8, 8\],\)"):
+        smcp_fx.resize(model, smaller, torch.randn(2, 5, 8, 8))
