@@ -70,10 +70,11 @@ def main() -> int:
             file.writelines(
                 json.dumps(_measured(json.loads(path.read_text()))) + "\n" for path in options.reports
             )
-        options.only = "nothing but the page"
     lines = options.record.read_text().splitlines() if options.record.exists() else []
     known = {row["key"]: row for row in map(json.loads, lines)}
-    listed = {file.name: _given(file) for file in options.files} or makers()
+    listed = {file.name: _given(file) for file in options.files}
+    if not (listed or options.reports):
+        listed = makers()
     for key, (maker, prunes) in listed.items():
         if options.only not in key or (key in known and not options.again):
             continue

@@ -7,7 +7,8 @@ widths are the best choice,
 
     r^t u^(1 - t),    u = (1 - s)^2 / s  times what halving the group saves, where a share s is kept,
 
-with t = 0, 1/2, 1; what is solved for is repaired by half of the batches, and judged by a quarter.
+with t = 0, 1/2, 1; what is solved for is repaired by half of the batches and half of a repair's rows, and judged by a
+quarter of the batches.
 """
 
 from __future__ import annotations
@@ -86,7 +87,7 @@ def solve_best(
     fitting, judging = Stretch(progress).split(0.8)
     networks, (fitted, held) = [network for _, _, network in tries], _parts(batches)
     if len(tries) > 1:
-        fit(networks, prepared, fitted, fitting, 0.5)
+        fit(networks, prepared, fitted, fitting, rows=0.5)
         away = _distances([network.module for network in networks], prepared, held, objective, judging)
     best = 0
     for index in range(1, len(tries)):

@@ -148,7 +148,6 @@ class Elimination:
         """
         generator = torch.Generator().manual_seed(batch.number)
         gradients: dict[Reader, list[Tensor]] = {}
-        nothing: dict[Reader, Tensor] = {}  # the gradient of what the loss does not depend on: another head
 
         def see(run: Run) -> Tensor | None:
             self._take(run, generator, used)
@@ -156,7 +155,6 @@ class Elimination:
                 return None
             y = run.y if run.y.requires_grad else run.y + torch.zeros_like(run.y, requires_grad=True)
             y.register_hook(gradients.setdefault(run.reader, []).append)  # type: ignore[no-untyped-call]
-            nothing[run.reader] = torch.zeros_like(y[:1], requires_grad=False)
             return y
 
         with watching(self.whole, self.readers, see), torch.set_grad_enabled(loss is not None):
@@ -168,8 +166,9 @@ class Elimination:
             mine.clear()  # of what the loss itself differentiates
         value.backward()  # type: ignore[no-untyped-call]
         for reader, mine in gradients.items():
-            squares = [reader.consumer.squares(g) for g in mine or [nothing[reader]]]
-            total = torch.stack(squares).sum(0) * batch.images**2
+            # None where the loss does not depend on the layer: it belongs to another head.
+            none = torch.zeros_like(reader.consumer.matrix(reader.consumer.weight)[:, 0])
+            total = sum((reader.consumer.squares(g) for g in mine), none) * batch.images**2
             reader.squares = total if reader.squares is None else reader.squares + total
         require_finite_gradients(
             batch, [reader.squares for reader in gradients if reader.squares is not None]

@@ -191,8 +191,9 @@ def weigh(
                 held.append((batch, out))
             if not bool(out.all()):
                 batch = batch.to(device)
-                heeds = elimination.batches < FOLD or batch.number % FOLD == 1
-                elimination.add(batch, loss_of(batch) if heeds else None, ~out)
+                # A third of the fitted batches tell how much each output matters; inputs are gathered from all.
+                weighs = elimination.batches < FOLD or batch.number % FOLD == 1
+                elimination.add(batch, loss_of(batch) if weighs else None, ~out)
             gathering(min(batch.number / elimination.batches, 1.0))
         names, orders = list(state.free_masks()), dict[str, Order]()
         for done, name in enumerate(names, 1):

@@ -116,7 +116,9 @@ def test_candidates_are_judged_by_images_that_none_is_fitted_to(
     images = torch.cat([x for x, _ in batches])
     fitted, judged = list[Tensor](), list[Tensor]()
 
-    def fit(networks: Sequence[Narrowed], prepared: nn.Module, batches: Any, *others: Any) -> None:
+    def fit(
+        networks: Sequence[Narrowed], prepared: nn.Module, batches: Any, *others: Any, rows: float
+    ) -> None:
         fitted.extend(torch.cat([batch.args[0] for batch in each_batch(batches)]) for _ in networks)
 
     def distance(self: Objective, outputs: Any, wanted: Any, batch: Batch) -> float:
