@@ -121,13 +121,14 @@ def page(rows: dict[str, dict[str, Any]]) -> str:
 def _measured(report: dict[str, Any]) -> dict[str, Any]:
     """Return what the record keeps of a run's report."""
     dense, pruned = report["dense"], report["pruned"]
+    if not (dense["latency_stable"] and pruned["latency_stable"]):
+        raise SystemExit("other work disturbed the timings: measure again")
     return {
         "file": Path(report["model"].partition(":")[2]).name,
         "target": report["target_fraction"],
         "measured": round(report["measured_fraction"], 5),
         "dense_ms": round(dense["latency_ms"], 3),
         "pruned_ms": round(pruned["latency_ms"], 3),
-        "steady": dense["latency_stable"] and pruned["latency_stable"],
         "flops": round(pruned["flops"] / dense["flops"], 4),
         "agreement": round(pruned["accuracy"], 4),
         "runtime": f"{report['backend']['runtime']} {report['backend']['version']}",
@@ -143,15 +144,13 @@ def _by_latency() -> list[str]:
         "",
         "`smcp-compile --epochs 0` on the OCR files and text lines, one in five held out; noted by",
         "`tools/sweep_onnx.py --reports`. One thread, a batch of one; agreement is that of held-out lines.",
-        "*Beside other work*: the machine was busier than the command accepts, and its refusal was lifted.",
         "",
         "| file | target | measured | ms | FLOPs | agreement | in |",
         "|---|---|---|---|---|---|---|",
     ]
     for row in map(json.loads, LATENCY.read_text().splitlines()):
-        busy = "" if row["steady"] else ", beside other work"
         lines.append(
-            f"| {row['file']} | {row['target']:.0%} | {row['measured']:.1%}{busy} | {row['dense_ms']:g} to "
+            f"| {row['file']} | {row['target']:.0%} | {row['measured']:.1%} | {row['dense_ms']:g} to "
             f"{row['pruned_ms']:g} | {row['flops']:.1%} | {row['agreement']:.1%} | "
             f"{row['runtime']}, {row['device']} |"
         )

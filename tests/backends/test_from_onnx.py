@@ -218,8 +218,15 @@ def test_a_batch_of_one_is_opened_where_samples_are_independent(tmp_path: Path) 
     assert "size" not in functions(mixed)
 
 
-def test_the_first_node_that_differs_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = write(tmp_path, [n("Relu", "x", "r"), n("Sin", "r", "s"), n("Exp", "s")])
+@pytest.mark.parametrize("beside", [False, True], ids=["one file", "weights beside it"])
+def test_the_first_node_that_differs_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, beside: bool
+) -> None:
+    """The search for it writes nothing, so that a folder that cannot be written to will do."""
+    path = write(tmp_path, [n("Conv", "x w", "c"), n("Relu", "c", "r"), n("Sin", "r", "s"), n("Exp", "s")], W)
+    if beside:
+        onnx.save(onnx.load(path), path, save_as_external_data=True, location="data", size_threshold=0)
+    monkeypatch.setattr(Path, "write_bytes", None)
     monkeypatch.setitem(network._RULES, "Sin", lambda b, call: b.call(torch.cos, call.inputs[0]))
     with pytest.raises(BackendError, match=r"output 'y'.*first node that differs is 'the_s' \(Sin\)"):
         smcp_fx.from_onnx(path)

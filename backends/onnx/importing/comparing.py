@@ -23,6 +23,8 @@ from smcp_fx.errors import BackendError, InputError
 _AT_A_TIME = 64
 #: Two ways to add differ by no more than so many times what one is off the exact result. Chosen, not measured.
 _ROUNDINGS = 10
+#: ONNX Runtime's option for where weights beside the file are, when it gets the model's bytes.
+_FOLDER_OF_WEIGHTS = "session.model_external_initializers_file_folder_path"
 
 
 def compare(file: OnnxFile, module: fx.GraphModule, inputs: Sequence[tuple[Tensor, ...]]) -> None:
@@ -145,10 +147,7 @@ def _values(file: OnnxFile, names: list[str], given: tuple[Tensor, ...]) -> list
     model.CopyFrom(file.model)
     del model.graph.output[:]
     model.graph.output.extend(onnx.ValueInfoProto(name=name) for name in names)
-    scratch = file.path.with_name(f".{file.path.name}.values")
-    try:
-        scratch.write_bytes(model.SerializeToString())
-        session = create_session(scratch, session_options(exact=True))
-    finally:
-        scratch.unlink(missing_ok=True)
+    options = session_options(exact=True)
+    options.add_session_config_entry(_FOLDER_OF_WEIGHTS, str(file.path.resolve().parent))
+    session = create_session(model.SerializeToString(), options)
     return run_session(session, _feed(file, given))
