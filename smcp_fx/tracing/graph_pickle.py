@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import io
 import pickle
@@ -9,7 +10,9 @@ import sys
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import fx
+from torch._ops import OpOverload, OpOverloadPacket
 
 from smcp_fx.errors import CheckpointError
 from smcp_fx.tracing.modes import with_branches
@@ -34,6 +37,22 @@ class _Named:
     name: str
 
 
+@dataclass(frozen=True)
+class _Operator:
+    """Stands for an operator of `torch.ops`, such as "torchvision.nms" or "aten.add.Tensor"."""
+
+    name: str
+
+    def find(self) -> Any:
+        """The operator; importing the library of its name, where there is one, registers it."""
+        found: Any = torch.ops
+        with contextlib.suppress(ImportError):
+            importlib.import_module(self.name.partition(".")[0])
+        for part in self.name.split("."):
+            found = getattr(found, part)
+        return found
+
+
 def listed(graph: fx.Graph, where: str) -> list[tuple[Any, ...]]:
     """The graph as plain data for `pickle`; see `rebuilt`. `CheckpointError` names a node that does not pickle."""
     places: dict[Any, Any] = {node: _Place(number) for number, node in enumerate(graph.nodes)}
@@ -49,6 +68,8 @@ def listed(graph: fx.Graph, where: str) -> list[tuple[Any, ...]]:
 
 def _by_reference(target: Any) -> Any:
     """A function that pickle would not find: the qualified name of `functional.max_pool2d` is that of a closure."""
+    if isinstance(target, OpOverload | OpOverloadPacket):
+        return _Operator(str(target))
     module, name = (getattr(target, key, None) for key in ("__module__", "__name__"))
     if (
         getattr(target, "__qualname__", name) == name
@@ -80,6 +101,8 @@ def rebuilt(nodes: list[tuple[Any, ...]]) -> fx.Graph:
     for op, name, target, args, kwargs, notes in nodes:
         if isinstance(target, _Named):
             target = getattr(importlib.import_module(target.module), target.name)
+        elif isinstance(target, _Operator):
+            target = target.find()
         args, kwargs = (fx.node.map_aggregate(part, placed) for part in (args, kwargs))
         made.append(graph.create_node(op, target, args, kwargs, name=name))
         made[-1].meta |= notes

@@ -18,7 +18,7 @@ from torch import fx, nn
 
 import smcp_fx
 from smcp_fx.backends.onnx import export as onnx_export
-from smcp_fx.backends.onnx.checking import compare_outputs
+from smcp_fx.backends.onnx.checking import TOLERANCES, compare_outputs, rounding
 from smcp_fx.backends.onnx.export import export_onnx
 from smcp_fx.errors import BackendError, InputError
 
@@ -412,3 +412,17 @@ def test_an_axis_that_cannot_stay_open_is_told(tmp_path):
             fixed, torch.randn(2, 3, 8, 8), tmp_path / "n.onnx", dynamic_axes={"input": {2: "height"}}
         )
     assert list(tmp_path.iterdir()) == []
+
+
+class Ranks(nn.Module):
+    """Rows in the order of scores that are nearly equal."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x[(1 + 1e-6 * x.sum(1)).argsort(stable=True)]
+
+
+@pytest.mark.parametrize(("model", "moves"), [(nn.Linear(4, 3), False), (Ranks(), True)])
+def test_an_order_that_near_ties_decide_is_told_from_rounding(model: nn.Module, moves: bool) -> None:
+    x = torch.randn(64, 4)
+    (limit,) = rounding(model, (x,), [model(x).detach().numpy()])
+    assert (limit > 0.1) if moves else (0 < limit < TOLERANCES["float32"])

@@ -99,6 +99,24 @@ def test_sizes_that_are_worked_out_are_saved_and_pickled(tmp_path: Path) -> None
             assert torch.equal(converted.eval()(image), other.eval()(image))
 
 
+class CallsOperators(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Conv2d(3, 8, 3), nn.Conv2d(8, 5, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.second(self.first(x).relu()).flatten(2).mean(0).T
+        corners = torch.ops.aten.cumsum.default(y[:, :4], 1)
+        kept: Tensor = torch.ops.torchvision.nms(corners, torch.ops.aten.neg(y[:, 4]), 0.7)
+        return y[kept]
+
+
+def test_operators_of_libraries_pickle() -> None:
+    x = torch.randn(2, 3, 8, 8)
+    converted = prune_and_convert(CallsOperators(), x)
+    assert torch.equal(pickle.loads(pickle.dumps(converted))(x), converted(x))
+
+
 class Reversed(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Sequence
 from itertools import repeat
 from typing import Any
@@ -13,7 +12,7 @@ import torch
 from torch import Tensor, fx
 
 from smcp_fx.backends.base import Array, to_arrays
-from smcp_fx.backends.onnx.checking import ROUNDED, TOLERANCES, flatten_outputs, largest_difference
+from smcp_fx.backends.onnx.checking import ROUNDED, TOLERANCES, flatten_outputs, largest_difference, rounding
 from smcp_fx.backends.onnx.importing.file import OnnxFile
 from smcp_fx.backends.onnx.importing.network import VALUE
 from smcp_fx.backends.onnxruntime.session import create_session, run_session, session_options
@@ -21,8 +20,6 @@ from smcp_fx.errors import BackendError, InputError
 
 #: So many intermediate values are computed in a run while the first one that differs is sought.
 _AT_A_TIME = 64
-#: Two ways to add differ by no more than so many times what one is off the exact result. Chosen, not measured.
-_ROUNDINGS = 10
 #: ONNX Runtime's option for where weights beside the file are, when it gets the model's bytes.
 _FOLDER_OF_WEIGHTS = "session.model_external_initializers_file_folder_path"
 
@@ -33,10 +30,10 @@ def compare(file: OnnxFile, module: fx.GraphModule, inputs: Sequence[tuple[Tenso
     for given in inputs:
         found = run_session(session, _feed(file, given))
         expected = _run(module, given)
-        if any(map(_differs, repeat(file), found, expected)):
-            rounding = _rounding(module, given, expected)
-            if rounding is None or any(map(_differs, repeat(file), found, expected, rounding)):
-                raise BackendError(_told(file, module, given, found, expected))
+        if any(map(_differs, repeat(file), found, expected)) and any(
+            map(_differs, repeat(file), found, expected, rounding(module, given, expected, _run))
+        ):
+            raise BackendError(_told(file, module, given, found, expected))
 
 
 def opens_the_batch(file: OnnxFile, module: fx.GraphModule, inputs: tuple[Tensor, ...]) -> bool:
@@ -64,16 +61,6 @@ def _run(module: fx.GraphModule, given: tuple[Tensor, ...]) -> list[Array]:
         raise InputError(f"the imported network fails on inputs of shapes {shapes}: {error}") from error
 
 
-def _rounding(module: fx.GraphModule, given: tuple[Tensor, ...], single: list[Array]) -> list[float] | None:
-    """How far the outputs in float32 are off those in double, of their scale; None where that cannot be computed."""
-    try:
-        doubled = tuple(tensor.double() if tensor.is_floating_point() else tensor for tensor in given)
-        exact = _run(copy.deepcopy(module).double(), doubled)
-    except InputError:
-        return None
-    return [largest_difference(a, b)[0] for a, b in zip(single, exact, strict=True)]
-
-
 def _feed(file: OnnxFile, given: tuple[Tensor, ...]) -> dict[str, Array]:
     return {
         port.name: tensor.numpy().astype(onnx.helper.tensor_dtype_to_np_dtype(port.kind))
@@ -81,11 +68,11 @@ def _feed(file: OnnxFile, given: tuple[Tensor, ...]) -> dict[str, Array]:
     }
 
 
-def _differs(file: OnnxFile, found: Array, expected: Array, rounding: float = 0.0) -> bool:
+def _differs(file: OnnxFile, found: Array, expected: Array, limit: float = 0.0) -> bool:
     if found.shape != expected.shape:
         return True
     kind = "float16" if file.interface.half else str(expected.dtype)
-    allowed = max(TOLERANCES.get(kind, 0.0), _ROUNDINGS * rounding)
+    allowed = max(TOLERANCES.get(kind, 0.0), limit)
     relative, absolute, *_ = largest_difference(found, expected)
     return not (relative <= allowed or absolute <= ROUNDED.get(kind, 0.0))
 
