@@ -14,7 +14,7 @@ import torch
 from models_products import TOKENS, attention_of_torch_with_one_head
 from onnx import TensorProto, helper
 from tolerances import assert_close
-from torch import fx, nn
+from torch import Tensor, fx, nn
 
 import smcp_fx
 from smcp_fx.backends.onnx import export as onnx_export
