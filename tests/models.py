@@ -97,7 +97,8 @@ def check_slicing(
     config = MethodConfig(multiple=1, batch_norm_scaling=True, layer_pruning=layer_pruning)
     prepared = smcp_fx.prepare(model, inputs, config=config, cost=cost)
     assert_close(run(prepared, inputs), expected, "identity", "all channels kept")
-    assert not [why for _, why, _ in prepared.channels.units.why.texts if why.startswith(UNFIT)]
+    failed_rules = [why for _, why, _ in prepared.channels.units.why.texts if why.startswith(UNFIT)]
+    assert not failed_rules, failed_rules
     for seed in seeds:
         masks = random_masks(prepared, seed, share)
         prepared.set_masks(masks)

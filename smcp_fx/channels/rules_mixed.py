@@ -106,7 +106,7 @@ def _record_parts(run: Propagation, call: Call, weight: MixedWeight, slots: dict
     for node, operand, parts, over in weight.mixes:
         operation = operation_of(run.module, node)
         mixing = Call(node, operation, node.args, node.kwargs, None, run.values[node.name])
-        _mixes(run, mixing, operand, parts, over, slots)
+        _record_mix(run, mixing, operand, parts, over, slots)
     return sorted(sizes, key=lambda name: -sizes[name])
 
 
@@ -137,7 +137,7 @@ def _leaves(
             run.keep(value, call.node.name, why)
 
 
-def _mixes(
+def _record_mix(
     run: Propagation,
     call: Call,
     operand: int,
@@ -215,7 +215,7 @@ def statistic(run: Propagation, call: Call) -> Any:
         _leaves(run, call, computed.leaves, slots, why)
     for end, operand, parts, over in computed.mixes:
         if end is call.node:
-            _mixes(run, call, operand, parts, over, slots)
+            _record_mix(run, call, operand, parts, over, slots)
     parts = computed.ends[call.node]
     kinds = {part.kind for dim in parts for part in dim} & slots.keys()
     if kinds:

@@ -20,7 +20,7 @@ from smcp_fx.channels.labels import uniform, varied_dims
 from smcp_fx.channels.propagation import Propagation, Rule
 from smcp_fx.channels.rules_elementwise import bring_together
 from smcp_fx.channels.rules_layers import channel_labels, dense
-from smcp_fx.channels.rules_statistics import mix, mix_settled, mixes
+from smcp_fx.channels.rules_statistics import record_mix, tie_mixed, tie_settled
 from smcp_fx.channels.trail import Call, ConstantRef, ParameterRef
 from smcp_fx.channels.weight_views import FIRST_FACTOR, factors_in, named_dims
 
@@ -89,7 +89,7 @@ def attention(run: Propagation, call: Call) -> Any:
     scores = _product(run, call, (q, k), ([*lead, "n", "d"], [*lead, "m", "d"]), [*lead, "n", "m"], shape)
     if isinstance(mask, (Tensor, ParameterRef)):
         scores = bring_together(run, call, [scores, run.of(mask)], shape)
-    mixed = mix(run, call, scores, {len(shape) - 1})
+    mixed = tie_mixed(run, call, scores, {len(shape) - 1})
     if mixed is None:
         run.pin(scores, call.node.name, f"positions are mixed by {call.node.name!r}")
         mixed = uniform(run.fixed(call.node.name, f"made by {call.node.name!r}"), shape)
@@ -171,11 +171,11 @@ def _contracted(
             for d in across[other] - dims[other]:
                 if names[other][d] in names[this]:
                     sides[other] = run.tie_along(sides[other], d)
-    mixed = [mix_settled(run, labels, summed) for labels, summed in zip(sides, dims, strict=True)]
+    mixed = [tie_settled(run, labels, summed) for labels, summed in zip(sides, dims, strict=True)]
     if mixed == [None, None] and len(dims[0]) == len(dims[1]) == 1 and _is_apart(call, first, masked):
         (left,), (right,) = dims
         run.tie(channel_labels(run, sides[0], left), channel_labels(run, sides[1], right))
-        mixes(run, call, sides[masked], "zero", first + masked)
+        record_mix(run, call, sides[masked], "zero", first + masked)
         why = f"made of all channels by {call.node.name!r}"
         return [uniform(run.fixed(call.node.name, why), tuple(labels.shape)) for labels in sides]
     for place, labels in enumerate(sides):

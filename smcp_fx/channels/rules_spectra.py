@@ -9,7 +9,7 @@ from torch import Tensor
 from smcp_fx.channels.labels import compact
 from smcp_fx.channels.propagation import Propagation, Rule
 from smcp_fx.channels.rules_elementwise import like
-from smcp_fx.channels.rules_statistics import mix
+from smcp_fx.channels.rules_statistics import tie_mixed
 from smcp_fx.channels.trail import Call
 
 
@@ -17,7 +17,7 @@ def transform(run: Propagation, call: Call) -> Any:
     """Mixes along the transformed dimensions. Channels along other dimensions pass."""
     labels = run.of(call.argument(0, "input"))
     dims = _transformed(call, labels.dim())
-    uniform = mix(run, call, labels, dims)
+    uniform = tie_mixed(run, call, labels, dims)
     if uniform is None:
         return run.unknown(call, f"channels are mixed by {call.name!r}")
     for dim in dims:

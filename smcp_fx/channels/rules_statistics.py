@@ -43,8 +43,10 @@ _FORMS = {
 _REDUCTIONS = {*_FORMS, *"argmax argmin all any nanmean median".split()} - {"cumsum"}
 
 
-def mix(run: Propagation, call: Call, labels: Tensor, dims: set[int]) -> Tensor | None:
-    """Tie labels that vary along ``dims``; None if they vary nowhere else, as the ties would leave one unit.
+def tie_mixed(run: Propagation, call: Call, labels: Tensor, dims: set[int]) -> Tensor | None:
+    """Tie labels along ``dims``, which an operation mixes; None where channels vary along these alone.
+
+    The caller then pins them, or records that they are mixed (`record_mix`).
 
     The channel dimensions of a parameter outside layers follow from the tensors that it is combined with, which the
     second run knows. If there are none, or if the parameter is normalised, they are ``dims``.
@@ -55,10 +57,10 @@ def mix(run: Propagation, call: Call, labels: Tensor, dims: set[int]) -> Tensor 
             run.blind = True
             return labels
         labels = run.settled(labels, {dim - labels.dim() for dim in dims})
-    return mix_settled(run, labels, dims)
+    return tie_settled(run, labels, dims)
 
 
-def mix_settled(run: Propagation, labels: Tensor, dims: set[int]) -> Tensor | None:
+def tie_settled(run: Propagation, labels: Tensor, dims: set[int]) -> Tensor | None:
     """The same for labels whose channel dimensions are known."""
     varied = run.varied(labels)
     inside = [dim for dim in varied if dim in dims]
@@ -89,7 +91,7 @@ def as_image(run: Propagation, call: Call, labels: Tensor, dims: set[int]) -> Te
     return labels
 
 
-def mixes(
+def record_mix(
     run: Propagation, call: Call, labels: Tensor, form: str, operand: int = 0, options: tuple[Any, ...] = ()
 ) -> None:
     """Record that the operation mixes these channels of an operand."""
@@ -119,7 +121,7 @@ def bilinear(run: Propagation, call: Call) -> Any:
         run.slot(weight.name, dim, labels)
     if bias is not None:
         run.slot(bias.name, 0, outputs)
-    mixes(run, call, place(inputs[0], tuple(first.shape), -1), "zero")
+    record_mix(run, call, place(inputs[0], tuple(first.shape), -1), "zero")
     sides, shape, axis = (inputs[1], outputs), tuple(second.shape), second.dim() - 1
     record(run, call, weight, bias, "dense", (2, 0), 1, sides, sides, shape, (axis, axis), beside=(1,))
     return place(outputs, call.shape, -1)
@@ -148,13 +150,13 @@ def reduction(run: Propagation, call: Call) -> Any:
         int(dim) % max(labels.dim(), 1) for dim in (dims if isinstance(dims, (tuple, list)) else [dims])
     }
     labels = as_image(run, call, labels, reduced)
-    reduced_labels = mix(run, call, labels, reduced)
+    reduced_labels = tie_mixed(run, call, labels, reduced)
     if reduced_labels is None:
         form = form_of(call)
         if form is None:
             return run.unknown(call, f"channels are mixed by {call.name!r}")
         options = (tuple(sorted(reduced)), correction(call)) if form == "spread" else ()
-        mixes(run, call, labels, form, options=options)
+        record_mix(run, call, labels, form, options=options)
         reduced_labels = uniform(_made_of_channels(run, call), tuple(labels.shape))
     keep = len(call.shape) == labels.dim()
     for dim in sorted(reduced, reverse=True):
@@ -203,11 +205,11 @@ def cosine_similarity(run: Propagation, call: Call) -> Any:
     inputs = [call.argument(0, "x1"), call.argument(1, "x2")]
     dim = int(call.argument(2, "dim", 1))
     sides = [run.of(one) for one in inputs]
-    mixed = [mix(run, call, labels, {dim % labels.dim()}) for labels in sides]
+    mixed = [tie_mixed(run, call, labels, {dim % labels.dim()}) for labels in sides]
     if mixed == [None, None] and len(call.node.args) > 1 and sides[0].shape == sides[1].shape:
         run.tie(*(channel_labels(run, labels, dim % labels.dim()) for labels in sides))
         for operand, labels in enumerate(sides):
-            mixes(run, call, labels, "zero", operand)
+            record_mix(run, call, labels, "zero", operand)
         return uniform(_made_of_channels(run, call), call.shape)
     if None in mixed or sides[0].shape != sides[1].shape:
         return run.unknown(call, f"channels are mixed by {call.name!r}")
@@ -227,7 +229,7 @@ def cdist(run: Propagation, call: Call) -> Any:
         run.blind = True
         run.tie(*(channel_labels(run, labels, labels.dim() - 1) for labels in settled))
         for operand, labels in enumerate(settled):
-            mixes(run, call, labels, "zero", operand)
+            record_mix(run, call, labels, "zero", operand)
     return uniform(_made_of_channels(run, call), call.shape)
 
 
@@ -243,7 +245,7 @@ def softmax(run: Propagation, call: Call) -> Any:
         told = True
     axis = int(dim) % labels.dim()
     labels = as_image(run, call, labels, {axis})
-    mixed = mix(run, call, labels, {axis})
+    mixed = tie_mixed(run, call, labels, {axis})
     if mixed is not None:
         return like(call, mixed)
     form = {"softmax": "instead", "logsoftmax": "instead", "normalize": "instead"}.get(
@@ -252,15 +254,15 @@ def softmax(run: Propagation, call: Call) -> Any:
     if form is None or not told or call.kwargs.get("out") is not None:
         return run.unknown(call, f"channels are mixed by {call.name!r}")
     channels = channel_labels(run, labels, axis)
-    mixes(run, call, place(channels, tuple(labels.shape), axis), form)
+    record_mix(run, call, place(channels, tuple(labels.shape), axis), form)
     return like(call, place(renamed(run, call, channels), tuple(labels.shape), axis))
 
 
 def ranked(run: Propagation, call: Call) -> Any:
     """Sorts along one dimension, or picks from it. Channels along other dimensions pass."""
     labels = run.of(call.argument(0, "input"))
-    dim = int(call.argument(2 if call.name in ("topk", "kthvalue") else 1, "dim", -1)) % labels.dim()
-    mixed = mix(run, call, labels, {dim})
+    dim = int(call.argument(2 if call.name == "topk" else 1, "dim", -1)) % labels.dim()
+    mixed = tie_mixed(run, call, labels, {dim})
     return (
         run.unknown(call, f"channels are mixed by {call.name!r}")
         if mixed is None
@@ -272,7 +274,7 @@ def gathered(run: Propagation, call: Call) -> Any:
     """Reads each channel along another dimension, at its own places or at places common to all."""
     labels, dim, index = run.of(call.argument(0, "input")), call.argument(1, "dim"), call.argument(2, "index")
     dim = int(dim) % labels.dim()
-    mixed = mix(run, call, labels, {dim})
+    mixed = tie_mixed(run, call, labels, {dim})
     if mixed is None or len(index.shape) != labels.dim():
         return run.unknown(call, f"channels are mixed by {call.name!r}")
     if any(index.shape[d] != labels.shape[d] for d in run.varied(mixed)):
@@ -292,7 +294,7 @@ def layer_norm(run: Propagation, call: Call) -> Any:
     dims = set(range(first, labels.dim()))
     names = {2: "weight"} if call.name == "rmsnorm" else {2: "weight", 3: "bias"}
     labels = as_image(run, call, labels, dims)
-    tied = mix(run, call, labels, dims)
+    tied = tie_mixed(run, call, labels, dims)
     if tied is not None:
         # Channels that also vary along another dimension (heads) go with all elements that are normalised.
         for weight in (_shape_of(run, call, shape), *own_values(run, call, names)):
@@ -302,7 +304,7 @@ def layer_norm(run: Propagation, call: Call) -> Any:
     channels = channel_labels(run, labels, axis)
     for weight in (_shape_of(run, call, shape), *own_values(run, call, names)):
         go_with(run, weight, channels, axis - first, shape)
-    mixes(run, call, place(channels, tuple(labels.shape), axis), "instead")
+    record_mix(run, call, place(channels, tuple(labels.shape), axis), "instead")
     return place(renamed(run, call, channels), call.shape, axis)
 
 
@@ -319,7 +321,7 @@ def group_norm(run: Propagation, call: Call) -> Any:
     if within:
         run.tie(rows, rows[:1].expand_as(rows))
         if run.varied(place(channels, tuple(labels.shape), 1)):
-            mixes(run, call, place(channels, tuple(labels.shape), 1), "instead")
+            record_mix(run, call, place(channels, tuple(labels.shape), 1), "instead")
     else:
         run.tie(rows, rows[:, :1].expand_as(rows))
         run.trail.grouped[call.node.name] = (groups, channels)
@@ -345,7 +347,7 @@ def batch_norm(run: Propagation, call: Call) -> Any:
     for value in own_values(run, call, {1: "running_mean", 2: "running_var", 3: "weight", 4: "bias"}):
         run.keep(value, call.node.name, "batch norm over channels")
     channels = channel_labels(run, labels, varied[0])
-    mixes(run, call, place(channels, call.shape, varied[0]), "instead")
+    record_mix(run, call, place(channels, call.shape, varied[0]), "instead")
     return place(renamed(run, call, channels), call.shape, varied[0])
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from smcp_fx.channels.labels import at_first, uniform, varied_dims
 from smcp_fx.channels.propagation import Propagation, Rule
 from smcp_fx.channels.rules_elementwise import bring_together, like
-from smcp_fx.channels.rules_statistics import mix
+from smcp_fx.channels.rules_statistics import tie_mixed
 from smcp_fx.channels.trail import Call, ConstantRef, MadeRef, ParameterRef, constant_made_by
 
 _EVERYWHERE = slice(None)
@@ -91,7 +91,7 @@ def scattered(run: Propagation, call: Call) -> Any:
     if isinstance(target, MadeRef) and not along and target.name not in run.trail.elements:
         made = run.fixed(call.node.name, constant_made_by(call.node.name))  # rows of ones and zeros
         run.trail.elements[target.name] = uniform(made, target.shape)
-    labels = mix(run, call, run.of(target, along), {dim})
+    labels = tie_mixed(run, call, run.of(target, along), {dim})
     if labels is None:
         return run.unknown(call, f"{call.node.name!r} {_APART}")
     operands = [labels] + ([known] if known is not None and known.dim() == rank else [])
