@@ -4,7 +4,8 @@
 
 Needs ``pip install onnxsim==0.8.1``. Half of the images calibrate both, the others are compared. onnxsim is given the
 least sparsity that reaches the target, for channels by the norm of their weights and by that of their activations,
-and its fine-tuning of linear layers. A line of JSON for each is appended to docs/records/onnxsim.jsonl.
+and its fine-tuning of linear layers. Latencies are ONNX Runtime's, one thread, one sample. A line of JSON for each is
+appended to docs/records/onnxsim.jsonl.
 """
 
 from __future__ import annotations
@@ -24,6 +25,8 @@ import torch
 from PIL import Image
 
 import smcp_fx
+from smcp_fx.backends import compare as in_turns
+from smcp_fx.backends.onnxruntime.backend import OnnxRuntimeEngine
 
 RECORD = Path(__file__).resolve().parent.parent / "docs" / "records" / "onnxsim.jsonl"
 #: Halvings of the sparsity's range; samples at a time.
@@ -65,7 +68,14 @@ class Comparison:
         return {
             "file": self.file.name, "method": method, "sparsity": sparsity, "samples": len(self.others),
             "flops": round(self.cost(file) / self.full, 4), "agreement": round(agreement, 4),
+            "latency": round(self.latency(file), 4),
         }  # fmt: skip
+
+    def latency(self, file: Path) -> float:
+        """Return a file's measured latency for one sample, as a share of the whole file's."""
+        one = [self.others[:1]]
+        with OnnxRuntimeEngine(self.file, one) as whole, OnnxRuntimeEngine(file, one) as pruned:
+            return float(in_turns(whole, pruned).fraction)
 
     def least(self, prune: Callable[[float], Any], target: float, path: Path) -> float | None:
         """Write the least pruned network that reaches the target; return its sparsity, or None if none does."""
