@@ -126,6 +126,16 @@ def operation_of(model: nn.Module, node: fx.Node) -> str | None:
     return operation_name(node, model.get_submodule(str(node.target)) if node.op == "call_module" else None)
 
 
+def result_of(node: fx.Node, module: nn.Module | None, args: Any, kwargs: Any) -> Any:
+    """Return what a call node gives for these arguments (its module given for `call_module`)."""
+    if module is not None:
+        return module(*args, **kwargs)
+    if node.op == "call_method":
+        return getattr(args[0], str(node.target))(*args[1:], **kwargs)
+    assert callable(node.target)
+    return node.target(*args, **kwargs)
+
+
 def readable_name(node: fx.Node) -> str:
     """Return how a reader would name the node's operation, for messages."""
     if callable(node.target):
