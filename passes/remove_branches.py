@@ -47,7 +47,6 @@ class RemoveBranches(GraphPass):
             raise PassError("RemoveBranches needs FoldMasks and FoldBatchNormScalers to have run")
 
     def apply(self, module: fx.GraphModule) -> PassResult:
-        """Find what goes, and let it go."""
         zero = empty_groups(self.channels, self.keep)
         if not zero:
             return PassResult(module, False)

@@ -69,7 +69,6 @@ class OnnxRuntimeEngine(Engine):
         self.output_names = [value.name for value in self._session.get_outputs()]
 
     def run(self, inputs: Sequence[Array]) -> list[Array]:
-        """Return the network's outputs, in order."""
         return run_session(self._live(), self._feed(inputs))
 
     def timer(self, inputs: Sequence[Array] | None = None) -> Timer:
@@ -83,11 +82,9 @@ class OnnxRuntimeEngine(Engine):
         return stopwatch(lambda: session.run(None, feed))
 
     def reload(self) -> OnnxRuntimeEngine:
-        """Return the network in a new session."""
         return OnnxRuntimeEngine(self._model, self._inputs, self._threads, self._spinning, self._device)
 
     def close(self) -> None:
-        """Free the session."""
         self._session = None
 
     def _live(self) -> ort.InferenceSession:

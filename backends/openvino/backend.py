@@ -61,7 +61,6 @@ class OpenVINOEngine(Engine):
         self.input_names, self.output_names = self._session.input_names, self._session.output_names
 
     def run(self, inputs: Sequence[Array]) -> list[Array]:
-        """Return the network's outputs, in order."""
         session = self._live()
         session.feed(inputs)
         return session.outputs()
@@ -73,11 +72,9 @@ class OpenVINOEngine(Engine):
         return stopwatch(session.run)
 
     def reload(self) -> OpenVINOEngine:
-        """Return it, compiled once more."""
         return OpenVINOEngine(self._model, self._inputs, self._threads, self._precision)
 
     def close(self) -> None:
-        """Free the compiled network."""
         self._session = None
 
     def _live(self) -> Session:
@@ -149,7 +146,6 @@ class OpenVINOBackend(ProcessorBackend):
         return self._engine(path, example_inputs)
 
     def files(self, path: Path | str) -> list[Path]:
-        """Return the files that `compile` leaves for ``path``."""
         return [Path(path), *_pair(Path(path))]
 
     def run_overhead_ms(self) -> float:

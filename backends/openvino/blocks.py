@@ -200,9 +200,8 @@ def spent_in(history: Sequence[Mapping[str, float]], places: Collection[int]) ->
 
     ``history``: what was spent up to each run, from the one before those that are timed.
     """
-    stretches: list[
-        tuple[int, int]
-    ] = []  # from behind one run to behind another; inside, rounding cancels out
+    # From behind one run to behind another; inside, rounding cancels out.
+    stretches: list[tuple[int, int]] = []
     for place in sorted(places):
         if stretches and stretches[-1][1] == place:
             stretches[-1] = stretches[-1][0], place + 1

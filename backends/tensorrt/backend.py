@@ -236,7 +236,6 @@ class TensorRTBackend(CalibratedBackend):
         )
 
     def files(self, path: Path | str) -> list[Path]:
-        """Return the files that `compile` leaves for ``path``."""
         engine = Path(path).with_suffix(".engine")
         return [Path(path), engine, description(engine)]
 

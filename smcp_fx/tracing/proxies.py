@@ -107,9 +107,8 @@ class AnsweringProxy(Proxy):
         frame = sys._getframe(1)
         if in_library(frame) or self.tracer.is_tensor(self):
             return object.__hash__(self)
-        if not looks_up(
-            frame
-        ):  # functools.lru_cache would keep a traced value, and return it to other models
+        # `functools.lru_cache` would keep a traced value, and return it to other models.
+        if not looks_up(frame):
             raise TypeError(
                 f"a number of the traced graph cannot be hashed here: write int({express(self.node)})"
             )

@@ -284,9 +284,8 @@ def _merged(
         form, given = formed(others)
         trace = trace_in_mode(model, given, (mode, others), leaves, () if form is None else form.places)
         asked = forms if form is None else forms[: forms.index(form) + 1]
-        trace.log.frames[0].reads[:0] = [
-            (0, one.key, one is form) for one in asked
-        ]  # the first that is asked
+        # As what is asked first.
+        trace.log.frames[0].reads[:0] = [(0, one.key, one is form) for one in asked]
         trace.modes = {**trace.modes, **{one.key: one is form for one in forms}}
         if without_gradients(trace.graph):
             normalise(model, trace.graph)
