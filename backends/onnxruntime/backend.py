@@ -153,7 +153,7 @@ class OnnxRuntimeBackend(ProcessorBackend):
         """Export ``module`` (checked, to ``path``; or unchecked in memory), quantise it for INT8, and load it."""
         if path is None:
             model, remarks = self._exported(module, example_inputs)
-            engine = self._engine(model, example_inputs)
+            engine = self.open(model, example_inputs)
         else:
             remarks = self._quantised_file(self._written(module, example_inputs, path))
             engine = self.open(path, example_inputs)
@@ -168,13 +168,10 @@ class OnnxRuntimeBackend(ProcessorBackend):
         plain.writer = self.writer
         return plain
 
-    def open(self, path: Path | str, example_inputs: Sequence[Tensor | Array] = ()) -> OnnxRuntimeEngine:
-        """Load an existing ONNX file."""
-        return self._engine(path, example_inputs)
-
-    def _engine(
-        self, model: Path | str | bytes, example_inputs: Sequence[Tensor | Array]
+    def open(
+        self, model: Path | str | bytes, example_inputs: Sequence[Tensor | Array] = ()
     ) -> OnnxRuntimeEngine:
+        """Load a file that is there already, or a serialised model."""
         return OnnxRuntimeEngine(model, example_inputs, self.threads, self.spinning, self.device)
 
     def run_overhead_ms(self) -> float | None:
@@ -199,7 +196,7 @@ class OnnxRuntimeBackend(ProcessorBackend):
         model = self._models.model(block, widths)
         if self.device != "cpu":
             inputs = random_feed(model)
-            with self._engine(model.SerializeToString(), tuple(inputs.values())) as engine:
+            with self.open(model.SerializeToString(), tuple(inputs.values())) as engine:
                 return BlockLatency(engine.latency(config=config or QUICK))
         return measure_block(
             model, self.threads, self.spinning, config, block.read_before, block.fed_by, self._for_blocks()

@@ -123,11 +123,11 @@ class OpenVINOBackend(ProcessorBackend):
         """
         if path is None:
             model, remarks = self._exported(module, example_inputs)
-            engine = self._engine(model, example_inputs)
+            engine = self.open(model, example_inputs)
         else:
             file = self._written(module, example_inputs, path)
             remarks = self._quantised_file(file)
-            with _writing(file, example_inputs) as xml, self._engine(xml, example_inputs) as scratch:
+            with _writing(file, example_inputs) as xml, self.open(xml, example_inputs) as scratch:
                 self._compare(scratch, module, example_inputs)
             engine = self.open(file.with_suffix(".xml"), example_inputs)
         engine.remarks = remarks
@@ -140,10 +140,6 @@ class OpenVINOBackend(ProcessorBackend):
         plain = OpenVINOBackend(self.threads)
         plain.writer = self.writer
         return plain
-
-    def open(self, path: Path | str, example_inputs: Sequence[Tensor | Array] = ()) -> OpenVINOEngine:
-        """Load a file that is there already."""
-        return self._engine(path, example_inputs)
 
     def files(self, path: Path | str) -> list[Path]:
         return [Path(path), *_pair(Path(path))]
@@ -161,7 +157,10 @@ class OpenVINOBackend(ProcessorBackend):
             model, self.threads, self.precision, config, block.read_before, block.fed_by, self._for_blocks()
         )
 
-    def _engine(self, model: Path | str | bytes, example_inputs: Sequence[Tensor | Array]) -> OpenVINOEngine:
+    def open(
+        self, model: Path | str | bytes, example_inputs: Sequence[Tensor | Array] = ()
+    ) -> OpenVINOEngine:
+        """Load a file that is there already, or a serialised model."""
         return OpenVINOEngine(model, example_inputs, self.threads, self.precision)
 
     def _compare(self, engine: Engine, module: nn.Module, examples: tuple[Tensor, ...]) -> None:
