@@ -19,16 +19,9 @@ from torch import fx, nn
 
 _IN_OPERATORS = frozenset("iadd isub imul itruediv ipow ifloordiv imod iand ior ixor setitem".split())
 _ALIASES = {
-    "iadd": "add",
-    "isub": "sub",
-    "imul": "mul",
+    **{f"i{name}": name for name in ("add", "sub", "mul", "pow", "floordiv", "mod", "and", "or", "xor")},
+    **{f"{norm}{axes}d": norm for norm in ("batchnorm", "instancenorm") for axes in (1, 2, 3)},
     "itruediv": "div",
-    "ipow": "pow",
-    "ifloordiv": "floordiv",
-    "imod": "mod",
-    "iand": "and",
-    "ior": "or",
-    "ixor": "xor",
     "truediv": "div",
     "truedivide": "div",
     "divide": "div",
@@ -43,12 +36,6 @@ _ALIASES = {
     "absolute": "abs",
     "negative": "neg",
     "syncbatchnorm": "batchnorm",
-    "batchnorm1d": "batchnorm",
-    "batchnorm2d": "batchnorm",
-    "batchnorm3d": "batchnorm",
-    "instancenorm1d": "instancenorm",
-    "instancenorm2d": "instancenorm",
-    "instancenorm3d": "instancenorm",
 }
 #: Functions of other packages that are wrapped as graph leaves; named so that they need not be imported.
 _FOREIGN = {
