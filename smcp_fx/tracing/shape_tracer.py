@@ -29,7 +29,7 @@ from torch.utils import _pytree as pytree
 from smcp_fx.tracing.attributes import Assignments, Attributes, held_tensors, refuse_state
 from smcp_fx.tracing.call_forms import has_name
 from smcp_fx.tracing.fake_results import known_result
-from smcp_fx.tracing.gradients import Checkpoints, GradientQuestions
+from smcp_fx.tracing.gradients import GradientQuestions, checkpoints_called
 from smcp_fx.tracing.in_place import PLAIN, drop_releases, is_tensor_for_sure, settle_in_place
 from smcp_fx.tracing.lengths import Sizes, write_out_kernels
 from smcp_fx.tracing.mode_reads import ModeLog, drop_marks
@@ -93,7 +93,7 @@ class ShapeTracer(fx.Tracer):
             seen_through(),
             StandIns(self, model),
             Assignments(self, self._held, self.log.assigned) as assignments,
-            Checkpoints(),
+            checkpoints_called(),
         ):
             graph = super().trace(root, concrete_args)
         self.log.closed = True
