@@ -116,7 +116,10 @@ def checkpoints_called(*, every: bool = False) -> Iterator[None]:
         else:
             yield
 
-    with mock.patch.multiple(torch_checkpoint, **{"CheckpointFunction": Called, _GENERATOR: called}):
+    with (
+        mock.patch.object(torch_checkpoint, "CheckpointFunction", Called),
+        mock.patch.object(torch_checkpoint, _GENERATOR, called),
+    ):
         yield
 
 
