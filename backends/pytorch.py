@@ -72,7 +72,6 @@ class TorchEngine(Engine):
         self._inputs = [self._given(tensor.detach()) for tensor in example_inputs]
 
     def run(self, inputs: Sequence[Array]) -> list[Array]:
-        """Return the network's outputs, in order."""
         with self._running():
             outputs = self._forward([self._given(torch.as_tensor(array)) for array in inputs])
         tensors = [o for o in torch.utils._pytree.tree_leaves(outputs) if isinstance(o, Tensor)]
@@ -107,7 +106,6 @@ class TorchEngine(Engine):
         return TorchEngine(self._module, self._inputs, **self._options)
 
     def close(self) -> None:
-        """Free the module."""
         self._module = None
 
     def _given(self, tensor: Tensor) -> Tensor:

@@ -17,7 +17,7 @@ from smcp_fx.channels.execution import moved
 from smcp_fx.channels.labels import compact, narrow_uniform
 from smcp_fx.channels.trail import Layer
 from smcp_fx.tracing.aliases import written_buffers
-from smcp_fx.tracing.operations import operation_name
+from smcp_fx.tracing.operations import operation_name, result_of
 from smcp_fx.tracing.traits import Trait, has
 from smcp_fx.tracing.values import held
 
@@ -138,13 +138,7 @@ class Constants:
         args, kwargs = fx.node.map_arg((node.args, node.kwargs), operand)
         training = target is not None and target.training
         try:
-            if target is not None:
-                result = target.eval()(*args, **kwargs)
-            elif node.op == "call_method":
-                result = getattr(args[0], str(node.target))(*args[1:], **kwargs)
-            else:
-                assert callable(node.target)
-                result = node.target(*args, **kwargs)
+            result = result_of(node, None if target is None else target.eval(), args, kwargs)
         except Exception as error:  # whatever an operation says to sizes it was not written for
             raise NoValueError from error
         finally:

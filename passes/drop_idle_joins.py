@@ -27,7 +27,6 @@ class DropIdleJoins(GraphPass):
     """Lets readers of an idle join read its one operand, unless they might write into what others read."""
 
     def apply(self, module: fx.GraphModule) -> PassResult:
-        """Drop them."""
         report = []
         for node in list(module.graph.nodes):
             zeros, other = _operands(module, node)

@@ -17,7 +17,6 @@ class FoldKeptStatistics(GraphPass):
     """Takes the masks away from norms, statistics and products over channels."""
 
     def apply(self, module: fx.GraphModule) -> PassResult:
-        """Fold."""
         report = []
         graph = module.graph
         for node in list(graph.nodes):
@@ -44,6 +43,5 @@ class FoldKeptStatistics(GraphPass):
         return PassResult(module, bool(report), tuple(report))
 
     def ensures(self, module: fx.GraphModule) -> None:
-        """Raise `PassError` if such a mask is left."""
         if any(node.target in BEFORE.values() for node in module.graph.nodes):
             raise PassError(f"{self.name} left a mask in the graph")

@@ -66,7 +66,6 @@ class InsertBatchNormScalers(GraphPass):
             require_buffer(module, scale_name(norm), self)
 
     def apply(self, module: fx.GraphModule) -> PassResult:
-        """Insert the nodes."""
         nodes = {node.name: node for node in module.graph.nodes}
         uses: dict[str, list[fx.Node]] = defaultdict(list)
         for use in self.channels.norms:

@@ -54,7 +54,6 @@ class InsertKeptStatistics(GraphPass):
             require_buffer(module, kept_name(mix), self)
 
     def apply(self, module: fx.GraphModule) -> PassResult:
-        """Insert the nodes."""
         nodes = {node.name: node for node in module.graph.nodes}
         scored = {kept_name(mix) for mix in scored_mixes(self.channels)}
         report = []

@@ -54,7 +54,6 @@ class InsertSoftMasks(GraphPass):
             require_buffer(module, mask_name(layer), self)
 
     def apply(self, module: fx.GraphModule) -> PassResult:
-        """Insert the nodes."""
         nodes = {node.name: node for node in module.graph.nodes}
         uses: dict[tuple[str, int], list[fx.Node]] = defaultdict(list)
         for use in self.channels.layers:

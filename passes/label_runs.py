@@ -10,7 +10,7 @@ from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
 from smcp_fx.channels.execution import moved, positions_along
-from smcp_fx.channels.labels import at_first, compact, narrow_uniform, varied_dims
+from smcp_fx.channels.labels import compact, line_along, narrow_uniform, varied_dims
 
 
 class LabelRuns:
@@ -53,7 +53,7 @@ class LabelRuns:
         places = self._moved(node, shape, dim, environment)
         if places is None or varied_dims(places) not in ([dim], []) or places.dim() != len(shape):
             return None
-        return at_first(places, [dim]).reshape(-1)
+        return line_along(places, dim)
 
     def keeps_others(self, node: fx.Node, shape: torch.Size, dim: int) -> bool:
         """Does the operation leave everything where it is along the other dimensions?"""
@@ -82,5 +82,5 @@ def _same(labels: Tensor, others: Tensor) -> bool:
 
 def repeat(labels: Tensor, dim: int) -> bool:
     """Do positions along the dimension share a label, which then does not tell them apart (pixel unshuffle)?"""
-    line = at_first(labels, [dim])
+    line = line_along(labels, dim)
     return bool(torch.unique(line).numel() < line.numel())

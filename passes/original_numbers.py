@@ -18,7 +18,7 @@ from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
 from smcp_fx.errors import PassError
-from smcp_fx.tracing.operations import readable_name
+from smcp_fx.tracing.operations import readable_name, result_of
 from smcp_fx.tracing.values import plain_lists
 
 #: Queries that labels cannot answer, as they share one place in memory.
@@ -37,10 +37,7 @@ def recomputed(node: fx.Node, recorded: Any, new: dict[str, Any]) -> Any:
         return recorded
     try:
         args, kwargs = plain_lists(fx.node.map_arg((node.args, node.kwargs), lambda n: new[n.name]))
-        if node.op == "call_method":
-            return getattr(args[0], str(node.target))(*args[1:], **kwargs)
-        assert callable(node.target)
-        return node.target(*args, **kwargs)
+        return result_of(node, None, args, kwargs)
     except Exception as error:  # whatever the model's own arithmetic raises for fewer channels
         if not _is_number(recorded):
             return recorded

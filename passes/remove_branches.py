@@ -25,15 +25,9 @@ from smcp_fx.passes.constants import Constants, NoValueError
 from smcp_fx.passes.movement_rewrites import SPLITS
 from smcp_fx.tracing.aliases import memory_of_model
 from smcp_fx.tracing.constant_values import ancestors
+from smcp_fx.tracing.in_place import PLAIN
 from smcp_fx.tracing.operations import operation_name, writes_in_place
 from smcp_fx.tracing.traits import Trait, has
-
-_OUT_OF_PLACE: dict[Any, Any] = {
-    operator.iadd: operator.add,
-    operator.isub: operator.sub,
-    operator.imul: operator.mul,
-    operator.itruediv: operator.truediv,
-}
 
 
 class RemoveBranches(GraphPass):
@@ -53,7 +47,6 @@ class RemoveBranches(GraphPass):
             raise PassError("RemoveBranches needs FoldMasks and FoldBatchNormScalers to have run")
 
     def apply(self, module: fx.GraphModule) -> PassResult:
-        """Find what goes, and let it go."""
         zero = empty_groups(self.channels, self.keep)
         if not zero:
             return PassResult(module, False)
@@ -291,7 +284,7 @@ def _plain(node: fx.Node) -> Any:
     """What does the same out of place; None when that is not known."""
     if node.op == "call_method":
         return str(node.target).rstrip("_")
-    return _OUT_OF_PLACE.get(node.target)
+    return PLAIN.get(node.target)
 
 
 def _drop_uncalled(module: fx.GraphModule, gone: list[fx.Node]) -> list[str]:

@@ -12,7 +12,6 @@ class RestoreRecurrentLayers(GraphPass):
     """Calls the modules again, which hold their weights and sizes."""
 
     def apply(self, module: fx.GraphModule) -> PassResult:
-        """Restore."""
         report = []
         for node in list(module.graph.nodes):
             if node.target is not recurrent:

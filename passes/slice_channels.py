@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from smcp_fx.channels import ChannelGraph
-from smcp_fx.channels.labels import varied_dims
+from smcp_fx.channels.labels import line_along, varied_dims
 from smcp_fx.channels.weight_views import is_layer
 from smcp_fx.errors import PassError
 from smcp_fx.masking.masks import META, Constant, Masked, mark_of
@@ -163,14 +163,6 @@ def _drop_products_with_ones(module: fx.GraphModule) -> None:
                     if not (dead.users or dead._erased):
                         module.graph.erase_node(dead)
                 delattr(module, str(kept.target))
-
-
-def line_along(labels: Tensor, dim: int) -> Tensor:
-    """The labels along one dimension, at index 0 of the others, 1-D."""
-    for other in range(labels.dim()):
-        if other != dim:
-            labels = labels.narrow(other, 0, 1)
-    return labels.reshape(-1)
 
 
 def _slice_parameters(

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from smcp_fx.channels import ChannelGraph
-from smcp_fx.channels.labels import compact, narrow_uniform, varied_dims
+from smcp_fx.channels.labels import compact, line_along, narrow_uniform, varied_dims
 from smcp_fx.errors import PassError
 
 
@@ -44,10 +44,7 @@ class Sliced:
         dims = varied_dims(kept) if bool(kept.any()) else varied_dims(self.channels.units.of(labels))
         if len(dims) != 1:
             raise PassError(f"a tensor of shape {tuple(labels.shape)} would become ragged")
-        for other in range(kept.dim()):
-            if other != dims[0]:
-                kept = kept.narrow(other, 0, 1)
-        return dims[0], kept.reshape(-1).nonzero().flatten()
+        return dims[0], line_along(kept, dims[0]).nonzero().flatten()
 
     def slice(self, labels: Tensor) -> Tensor:
         """The labels that stay."""

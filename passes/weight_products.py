@@ -112,7 +112,6 @@ class FoldProducts(GraphPass):
     what: ClassVar[str]
 
     def apply(self, module: fx.GraphModule) -> PassResult:
-        """Fold."""
         report = []
         graph = module.graph
         for node in list(graph.nodes):
@@ -151,9 +150,8 @@ def _keep_product(module: fx.GraphModule, node: fx.Node) -> None:
     module.register_buffer(name, held_tensor(module, factor).detach().clone())
     with module.graph.inserting_before(node):
         kept = module.graph.create_node("get_attr", name)
-        if "transpose" in str(
-            getattr(uses[0].target, "__name__", "")
-        ):  # its rows are the inputs of all images
+        # Its rows are the inputs of all images.
+        if "transpose" in str(getattr(uses[0].target, "__name__", "")):
             sizes = [module.graph.call_method("size", (one, 0)) for one in (weight, kept)]
             images = module.graph.call_function(operator.floordiv, tuple(sizes))
             ones = (1,) * (held_tensor(module, factor).dim() - 1)

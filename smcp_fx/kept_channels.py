@@ -36,9 +36,8 @@ def kept_channels(channels: ChannelGraph, keep: Tensor) -> Kept:
             sliced.positions(side).tolist() for side in (layer.input_channels, layer.output_channels)
         )
         units = _units(layer)
-        if (
-            units < layer.output_channels.numel()
-        ):  # of a recurrent layer's weights the first says what it reads
+        # Of a recurrent layer's weights the first says what it reads.
+        if units < layer.output_channels.numel():
             kept.setdefault(_module_of(layer), (ins, [row for row in outs if row < units]))
         else:
             kept[_module_of(layer)] = (ins, outs)

@@ -23,7 +23,7 @@ from smcp_fx.prepared import PreparedModel
 from smcp_fx.proof import IMAGES, OTHERS, more_images, on_some, run_watched
 from smcp_fx.pruning.ranks import require_whole
 from smcp_fx.tracing.copying import deep_copy
-from smcp_fx.tracing.example_runs import first_line, unchanged
+from smcp_fx.tracing.example_runs import first_line, outputs_of_modules, unchanged
 from smcp_fx.tracing.modes import conditions, is_flag
 from smcp_fx.tracing.own_weights import LAYERS, settle_named
 from smcp_fx.tracing.sentences import is_ours
@@ -225,7 +225,7 @@ def _reason(model: nn.Module, like: nn.Module, inputs: tuple[Any, ...], where: s
                     f"{f'{path}.{name}'!r} is {value:g} here, and {other[name]:g} in the smaller model: make the "
                     "instance with the options of the model that was pruned."
                 )
-    called = _outputs(model, inputs).keys()
+    called = outputs_of_modules(model, inputs).keys()
     for path, module in model.named_modules():
         if path and path not in called and isinstance(module, LAYERS):
             return (
@@ -330,30 +330,9 @@ def _run(
 
 def _first_difference(model: nn.Module, like: nn.Module, inputs: tuple[Any, ...]) -> str | None:
     """The path of the first module that both call and whose output differs."""
-    there, wrong = _outputs(like, inputs), None
-    for path, output in _outputs(model, inputs).items():
-        if path in there and difference(Outcome([there[path]]), Outcome([output]), LOOSE) is not None:
+    there, wrong = outputs_of_modules(like, inputs), None
+    for path, output in outputs_of_modules(model, inputs).items():
+        both = path in there and isinstance(output, Tensor) and isinstance(there[path], Tensor)
+        if both and difference(Outcome([there[path]]), Outcome([output]), LOOSE) is not None:
             wrong = wrong or path
     return wrong
-
-
-def _outputs(model: nn.Module, inputs: tuple[Any, ...]) -> dict[str, Tensor]:
-    found: dict[str, Tensor] = {}
-
-    def note(path: str, output: Any) -> None:
-        if isinstance(output, Tensor):
-            found.setdefault(path, output.detach().clone())
-
-    hooks = [
-        module.register_forward_hook(lambda _m, _i, output, path=path: note(path, output))
-        for path, module in model.named_modules()
-        if path and not isinstance(module, torch.jit.ScriptModule)
-    ]
-    try:
-        with torch.no_grad(), in_mode(model, False), unchanged(model), warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of a graph, which does not call all of them
-            model(*inputs)
-    finally:
-        for hook in hooks:
-            hook.remove()
-    return found

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +20,12 @@ from smcp_fx.report.bars import channel_bars
 from smcp_fx.report.formats import milliseconds, percent
 from smcp_fx.report.schema import LayerRow
 from smcp_fx.report.svg import dot, line, picture, rect, text
-from smcp_fx.report.trade_off import as_file
 from smcp_fx.texts import significant
+
+sys.path.insert(0, str(Path(__file__).parent / "bench"))
+from trade_off import as_file
+
+sys.path.pop(0)
 
 ASSETS = Path(__file__).parents[1] / "docs" / "assets"
 

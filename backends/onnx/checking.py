@@ -77,7 +77,7 @@ def compare_with_module(file: Path, model: nn.Module, examples: Sequence[tuple[T
         inputs = random_inputs(example, seed)
         # First: the module may write into its inputs.
         found = run_session(session, dict(zip(read, to_arrays(inputs), strict=True)))
-        expected = _run(model, inputs)
+        expected = module_outputs(model, inputs)
         try:
             compare_outputs(found, expected, written)
         except BackendError:
@@ -88,16 +88,17 @@ def compare_with_module(file: Path, model: nn.Module, examples: Sequence[tuple[T
                 compare_outputs([a], [b], [name], limit=max(TOLERANCES.get(str(b.dtype), 0.0), limit))
 
 
-def _run(model: nn.Module, inputs: tuple[Tensor, ...]) -> list[Array]:
+def module_outputs(model: nn.Module, inputs: tuple[Tensor, ...]) -> list[Array]:
+    """Return what the module computes in evaluation mode, as a runtime returns it."""
     with eval_mode(model), torch.no_grad():
-        return [np.asarray(a) for a in to_arrays(flatten_outputs(model(*inputs)))]
+        return to_arrays(flatten_outputs(model(*inputs)))
 
 
 def rounding(
     model: nn.Module,
     inputs: tuple[Tensor, ...],
     outputs: Sequence[Array],
-    run: Callable[[Any, tuple[Tensor, ...]], list[Array]] = _run,
+    run: Callable[[Any, tuple[Tensor, ...]], list[Array]] = module_outputs,
 ) -> list[float]:
     """How far each output may differ by rounding, over its scale: far where near ties decide on an order.
 

@@ -26,9 +26,8 @@ def explain(error: BaseException, program: torch.export.ExportedProgram) -> str:
             f"ONNX cannot express the network: {chain[-1].strip().splitlines()[0] if chain[-1] else error!r}"
         )
     module = _module_of(node.group(1), program) if node is not None else None
-    where = (
-        f" in module {module!r}" if module else ""
-    )  # not known inside a block, or in the network's own forward
+    # Not known inside a block, or in the network's own forward.
+    where = f" in module {module!r}" if module else ""
     name = operation.group(1) if operation is not None else node.group(1) if node is not None else "?"
     return (
         f"ONNX cannot express the operation {name}{where}: the exporter has no translation for it. "

@@ -69,7 +69,6 @@ class OnnxRuntimeEngine(Engine):
         self.output_names = [value.name for value in self._session.get_outputs()]
 
     def run(self, inputs: Sequence[Array]) -> list[Array]:
-        """Return the network's outputs, in order."""
         return run_session(self._live(), self._feed(inputs))
 
     def timer(self, inputs: Sequence[Array] | None = None) -> Timer:
@@ -83,11 +82,9 @@ class OnnxRuntimeEngine(Engine):
         return stopwatch(lambda: session.run(None, feed))
 
     def reload(self) -> OnnxRuntimeEngine:
-        """Return the network in a new session."""
         return OnnxRuntimeEngine(self._model, self._inputs, self._threads, self._spinning, self._device)
 
     def close(self) -> None:
-        """Free the session."""
         self._session = None
 
     def _live(self) -> ort.InferenceSession:
@@ -156,7 +153,7 @@ class OnnxRuntimeBackend(ProcessorBackend):
         """Export ``module`` (checked, to ``path``; or unchecked in memory), quantise it for INT8, and load it."""
         if path is None:
             model, remarks = self._exported(module, example_inputs)
-            engine = self._engine(model, example_inputs)
+            engine = self.open(model, example_inputs)
         else:
             remarks = self._quantised_file(self._written(module, example_inputs, path))
             engine = self.open(path, example_inputs)
@@ -171,13 +168,10 @@ class OnnxRuntimeBackend(ProcessorBackend):
         plain.writer = self.writer
         return plain
 
-    def open(self, path: Path | str, example_inputs: Sequence[Tensor | Array] = ()) -> OnnxRuntimeEngine:
-        """Load an existing ONNX file."""
-        return self._engine(path, example_inputs)
-
-    def _engine(
-        self, model: Path | str | bytes, example_inputs: Sequence[Tensor | Array]
+    def open(
+        self, model: Path | str | bytes, example_inputs: Sequence[Tensor | Array] = ()
     ) -> OnnxRuntimeEngine:
+        """Load a file that is there already, or a serialised model."""
         return OnnxRuntimeEngine(model, example_inputs, self.threads, self.spinning, self.device)
 
     def run_overhead_ms(self) -> float | None:
@@ -202,7 +196,7 @@ class OnnxRuntimeBackend(ProcessorBackend):
         model = self._models.model(block, widths)
         if self.device != "cpu":
             inputs = random_feed(model)
-            with self._engine(model.SerializeToString(), tuple(inputs.values())) as engine:
+            with self.open(model.SerializeToString(), tuple(inputs.values())) as engine:
                 return BlockLatency(engine.latency(config=config or QUICK))
         return measure_block(
             model, self.threads, self.spinning, config, block.read_before, block.fed_by, self._for_blocks()

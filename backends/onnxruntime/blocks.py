@@ -30,6 +30,7 @@ from smcp_fx.backends.timing.block_runs import (
     LEAST_MS,
     BlockRuns,
     sample_of_block,
+    steadiest,
 )
 from smcp_fx.backends.timing.measuring import (
     QUICK,
@@ -43,7 +44,6 @@ from smcp_fx.backends.timing.measuring import (
 )
 from smcp_fx.backends.timing.pace import pace
 from smcp_fx.backends.timing.physics import least_ms, multiply_adds
-from smcp_fx.errors import BackendError, MachineBusyError
 
 #: Changes with the way blocks are timed. It is part of the fingerprint, so that rows of different ways are never
 #: mixed.
@@ -71,29 +71,10 @@ def measure_block(
     # Bytes are multiplied many times as fast as floats: how fast at most, processors do not say.
     count, least = multiply_adds(model), least_ms(model, threads) if written is None else 0.0
     block = BlockInContext.of(model, read_before, fed_by, written)
-    found: BlockLatency | None = None
-    impossible = 0.0  # a time below the physical bound
-    for _ in range(config.attempts):
-        states = _attempt(block, threads, spinning, config)
-        if states is None:
-            continue
-        fastest = min(state.median_ms for state in states)
-        if fastest + RESOLUTION_MS < least:
-            impossible = fastest
-            continue
-        found = BlockLatency(*states) if found is None else found.steadier(BlockLatency(*states))
-        if found.stable:
-            break
-    if found is None and impossible:
-        raise BackendError(
-            f"{count:,} multiply-adds seemed to take {impossible:.4g} ms, and need {least:.4g} at least on this "
-            "processor: the machine was too busy for its clocks to tell. Measure again when it is idle."
-        )
-    if found is None:
-        raise MachineBusyError(
-            "every run of the block was disturbed too much to tell how long it takes: the machine is too busy. "
-            "Measure again when it is idle."
-        )
+    # The profiler's clock may round a time down.
+    found = steadiest(
+        lambda: _attempt(block, threads, spinning, config), config.attempts, count, least - RESOLUTION_MS
+    )
     return replace(found, pace_ms=pace().usual_ms if threads == 1 else 0.0)
 
 

@@ -10,11 +10,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
 import openvino as ov
-import torch
 from torch import Tensor, nn
 
 from smcp_fx.backends.base import Array, BlockLatency, Engine, Fingerprint, cpu_name, to_arrays
-from smcp_fx.backends.onnx.checking import compare_outputs, eval_mode, flatten_outputs, random_inputs
+from smcp_fx.backends.onnx.checking import compare_outputs, module_outputs, random_inputs
 from smcp_fx.backends.onnx.processor import ProcessorBackend
 from smcp_fx.backends.openvino.blocks import BLOCK_TIMING, measure_block
 from smcp_fx.backends.openvino.overhead import overhead
@@ -61,7 +60,6 @@ class OpenVINOEngine(Engine):
         self.input_names, self.output_names = self._session.input_names, self._session.output_names
 
     def run(self, inputs: Sequence[Array]) -> list[Array]:
-        """Return the network's outputs, in order."""
         session = self._live()
         session.feed(inputs)
         return session.outputs()
@@ -73,11 +71,9 @@ class OpenVINOEngine(Engine):
         return stopwatch(session.run)
 
     def reload(self) -> OpenVINOEngine:
-        """Return it, compiled once more."""
         return OpenVINOEngine(self._model, self._inputs, self._threads, self._precision)
 
     def close(self) -> None:
-        """Free the compiled network."""
         self._session = None
 
     def _live(self) -> Session:
@@ -126,11 +122,11 @@ class OpenVINOBackend(ProcessorBackend):
         """
         if path is None:
             model, remarks = self._exported(module, example_inputs)
-            engine = self._engine(model, example_inputs)
+            engine = self.open(model, example_inputs)
         else:
             file = self._written(module, example_inputs, path)
             remarks = self._quantised_file(file)
-            with _writing(file, example_inputs) as xml, self._engine(xml, example_inputs) as scratch:
+            with _writing(file, example_inputs) as xml, self.open(xml, example_inputs) as scratch:
                 self._compare(scratch, module, example_inputs)
             engine = self.open(file.with_suffix(".xml"), example_inputs)
         engine.remarks = remarks
@@ -144,12 +140,7 @@ class OpenVINOBackend(ProcessorBackend):
         plain.writer = self.writer
         return plain
 
-    def open(self, path: Path | str, example_inputs: Sequence[Tensor | Array] = ()) -> OpenVINOEngine:
-        """Load a file that is there already."""
-        return self._engine(path, example_inputs)
-
     def files(self, path: Path | str) -> list[Path]:
-        """Return the files that `compile` leaves for ``path``."""
         return [Path(path), *_pair(Path(path))]
 
     def run_overhead_ms(self) -> float:
@@ -165,16 +156,17 @@ class OpenVINOBackend(ProcessorBackend):
             model, self.threads, self.precision, config, block.read_before, block.fed_by, self._for_blocks()
         )
 
-    def _engine(self, model: Path | str | bytes, example_inputs: Sequence[Tensor | Array]) -> OpenVINOEngine:
+    def open(
+        self, model: Path | str | bytes, example_inputs: Sequence[Tensor | Array] = ()
+    ) -> OpenVINOEngine:
+        """Load a file that is there already, or a serialised model."""
         return OpenVINOEngine(model, example_inputs, self.threads, self.precision)
 
     def _compare(self, engine: Engine, module: nn.Module, examples: tuple[Tensor, ...]) -> None:
         inputs = random_inputs(examples)
         found = engine.run(to_arrays(inputs))  # first: the module may write into its inputs
-        with eval_mode(module), torch.no_grad():
-            expected = to_arrays(flatten_outputs(module(*inputs)))
         names = [f"output {index}" for index in range(len(found))]
-        compare_outputs(found, expected, names, "OpenVINO", TOLERANCES[self.precision])
+        compare_outputs(found, module_outputs(module, inputs), names, "OpenVINO", TOLERANCES[self.precision])
 
 
 def _pair(onnx_file: Path) -> tuple[Path, Path]:

@@ -25,6 +25,7 @@ from smcp_fx.backends.timing.block_runs import (
     LEAST_MS,
     BlockRuns,
     sample_of_block,
+    steadiest,
 )
 from smcp_fx.backends.timing.measuring import (
     QUICK,
@@ -36,8 +37,7 @@ from smcp_fx.backends.timing.measuring import (
     warm_up,
 )
 from smcp_fx.backends.timing.pace import pace
-from smcp_fx.backends.timing.physics import least_ms
-from smcp_fx.errors import BackendError, MachineBusyError
+from smcp_fx.backends.timing.physics import least_ms, multiply_adds
 
 #: Changes with the way blocks are timed: rows of another way are not mixed with these.
 BLOCK_TIMING = "1"
@@ -97,33 +97,20 @@ def measure_block(
     ``written``: quantises a model, where the network is; None where it is in float.
     """
     config = config or QUICK
+    count = multiply_adds(model)
     least = least_ms(model, threads) if precision == "fp32" and written is None else 0.0
     paid = share_of_channels(model, read_before)
     add_twin(add_context(model, fed_by))
     model = written(model) if written is not None else model
     data, feed = model.SerializeToString(), list(random_feed(model).values())
-    found: BlockLatency | None = None
-    impossible = False
-    for _ in range(config.attempts):
+
+    def attempt() -> tuple[Measurement, Measurement] | None:
         hot, cold = (
             _measured(data, feed, threads, precision, paid, config, state) for state in ("hot", "cold")
         )
-        if hot is None or cold is None:
-            continue
-        if impossible := min(hot.median_ms, cold.median_ms) < least:
-            continue
-        found = BlockLatency(hot, cold) if found is None else found.steadier(BlockLatency(hot, cold))
-        if found.stable:
-            break
-    if found is None and impossible:
-        raise BackendError(
-            f"the block seemed to take less than the {least:.4g} ms that its multiply-adds need on this processor: "
-            "the machine was too busy for its clocks to tell. Measure again when it is idle."
-        )
-    if found is None:
-        raise MachineBusyError(
-            "no run of the block was left alone: the machine is too busy. Measure again when it is idle."
-        )
+        return None if hot is None or cold is None else (hot, cold)
+
+    found = steadiest(attempt, config.attempts, count, least)
     return replace(found, pace_ms=pace().usual_ms if threads == 1 else 0.0)
 
 
@@ -200,9 +187,8 @@ def spent_in(history: Sequence[Mapping[str, float]], places: Collection[int]) ->
 
     ``history``: what was spent up to each run, from the one before those that are timed.
     """
-    stretches: list[
-        tuple[int, int]
-    ] = []  # from behind one run to behind another; inside, rounding cancels out
+    # From behind one run to behind another; inside, rounding cancels out.
+    stretches: list[tuple[int, int]] = []
     for place in sorted(places):
         if stretches and stretches[-1][1] == place:
             stretches[-1] = stretches[-1][0], place + 1

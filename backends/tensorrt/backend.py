@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from smcp_fx.backends.base import Array, BlockLatency, Fingerprint, to_arrays
 from smcp_fx.backends.onnx.blocks import BlockModels
 from smcp_fx.backends.onnx.calibrated import CalibratedBackend
-from smcp_fx.backends.onnx.checking import compare_outputs, eval_mode, flatten_outputs, random_inputs
+from smcp_fx.backends.onnx.checking import compare_outputs, module_outputs, random_inputs
 from smcp_fx.backends.onnx.export import export_model_proto, write_model
 from smcp_fx.backends.onnx.precision import cast_model
 from smcp_fx.backends.tensorrt.answers import (
@@ -236,7 +236,6 @@ class TensorRTBackend(CalibratedBackend):
         )
 
     def files(self, path: Path | str) -> list[Path]:
-        """Return the files that `compile` leaves for ``path``."""
         engine = Path(path).with_suffix(".engine")
         return [Path(path), engine, description(engine)]
 
@@ -364,17 +363,12 @@ def reference_outputs(module: nn.Module, inputs: tuple[Tensor, ...]) -> list[Arr
         try:
             # cuDNN's convolutions compute in TF32 unless they are told not to.
             with torch.backends.cudnn.flags(enabled=True, allow_tf32=False, fp32_precision="ieee"):
-                return _computed(copy.deepcopy(module).cuda(), tuple(x.cuda() for x in inputs))
+                return module_outputs(copy.deepcopy(module).cuda(), tuple(x.cuda() for x in inputs))
         except RuntimeError:  # out of memory, or a device is written into the graph
             pass
         finally:
             torch.cuda.empty_cache()  # the builder wants the memory
-    return _computed(module, inputs)
-
-
-def _computed(module: nn.Module, inputs: tuple[Tensor, ...]) -> list[Array]:
-    with eval_mode(module), torch.no_grad():
-        return to_arrays(flatten_outputs(module(*inputs)))
+    return module_outputs(module, inputs)
 
 
 def _end(workers: list[Worker], scratch: Path) -> None:

@@ -38,7 +38,6 @@ class TensorRTEngine(Engine):
         self._load()
 
     def run(self, inputs: Sequence[Array]) -> list[Array]:
-        """Return the network's outputs, in order."""
         self._load()
         given, found = (self._backend.scratch / f"{self._key}-{side}.npz" for side in ("in", "out"))
         np.savez(given, *inputs)
@@ -76,7 +75,6 @@ class TensorRTEngine(Engine):
         return layers
 
     def reload(self) -> TensorRTEngine:
-        """Return it, loaded once more."""
         return TensorRTEngine(self._backend, self.file, self._inputs)
 
     def close(self) -> None:

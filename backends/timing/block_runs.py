@@ -8,9 +8,11 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from smcp_fx.backends.base import BlockLatency
 from smcp_fx.backends.timing.fading import displace_inner_caches, evict_caches
-from smcp_fx.backends.timing.measuring import Sample, Timer, TimingConfig, take_sample
+from smcp_fx.backends.timing.measuring import Measurement, Sample, Timer, TimingConfig, take_sample
 from smcp_fx.backends.timing.pace import Pace
+from smcp_fx.errors import BackendError, MachineBusyError
 
 #: Runs in the hot state, beside those that follow a cold one. So many undisturbed ones are enough if their
 #: interquartile range is at most this share of their median: on 63 rows of ResNet-18, measured four times each way,
@@ -88,6 +90,40 @@ class BlockRuns:
         self.states.append(state)
         self.samples.append(sample)
         return sample
+
+
+def steadiest(
+    attempt: Callable[[], tuple[Measurement, Measurement] | None], attempts: int, count: int, least_ms: float
+) -> BlockLatency:
+    """Return the steadiest of some attempts to measure a block, hot and cold; None is one that tells nothing.
+
+    ``count`` multiply-adds take ``least_ms`` at least: faster attempts do not count. Raises `BackendError` if all are
+    faster, `MachineBusyError` if none told anything.
+    """
+    found: BlockLatency | None = None
+    impossible = 0.0
+    for _ in range(attempts):
+        states = attempt()
+        if states is None:
+            continue
+        fastest = min(state.median_ms for state in states)
+        if fastest < least_ms:
+            impossible = fastest
+            continue
+        found = BlockLatency(*states) if found is None else found.steadier(BlockLatency(*states))
+        if found.stable:
+            break
+    if found is None and impossible:
+        raise BackendError(
+            f"{count:,} multiply-adds seemed to take {impossible:.4g} ms, and need {least_ms:.4g} at least on this "
+            "processor: the machine was too busy for its clocks to tell. Measure again when it is idle."
+        )
+    if found is None:
+        raise MachineBusyError(
+            "every run of the block was disturbed too much to tell how long it takes: the machine is too busy. "
+            "Measure again when it is idle."
+        )
+    return found
 
 
 def runs_agree(samples: Sequence[Sample], enough: int = _ENOUGH) -> bool:

@@ -22,7 +22,7 @@ from smcp_fx.blocks.widths import in_units
 from smcp_fx.channels import ChannelGraph
 from smcp_fx.channels.facts import Facts
 from smcp_fx.channels.graph import RULES
-from smcp_fx.channels.labels import along, compact, varied_dims
+from smcp_fx.channels.labels import along, compact, line_along, varied_dims
 from smcp_fx.channels.propagation import Propagation
 from smcp_fx.channels.units import close
 from smcp_fx.channels.weight_views import is_question
@@ -319,19 +319,11 @@ def _units_at(channels: ChannelGraph, node: str, axis: int | None) -> Tensor:
     labels = channels.trail.labels.get(node)
     if axis is None or not isinstance(labels, Tensor):
         return torch.empty(0, dtype=torch.int64)
-    return _line(channels.units.of(labels), axis)
+    return line_along(channels.units.of(labels), axis)
 
 
 def _width(channels: ChannelGraph, node: str, axis: int) -> Width:
-    return channels.width(_line(channels.trail.labels[node], axis))
-
-
-def _line(tensor: Tensor, axis: int) -> Tensor:
-    """The values along one axis, at the first position of all others."""
-    for dim in range(tensor.dim()):
-        if dim != axis:
-            tensor = tensor.narrow(dim, 0, 1)
-    return tensor.reshape(-1)
+    return channels.width(line_along(channels.trail.labels[node], axis))
 
 
 def _sum(widths: Sequence[Width]) -> Width:

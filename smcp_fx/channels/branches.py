@@ -95,9 +95,8 @@ class Flow:
         self.channels = channels
         nodes = list(module.graph.nodes)
         self.place = {node.name: index for index, node in enumerate(nodes)}
-        recurrent = {
-            node.name for node in nodes if node.target is recurrent_weight
-        }  # their bias is not a constant
+        # Their bias is not a constant.
+        recurrent = {node.name for node in nodes if node.target is recurrent_weight}
         dense = {la.node: la for la in channels.layers if la.kind == "dense" and la.node not in recurrent}
         self.steps: list[FlowNode] = []
         starts = 0

@@ -50,6 +50,11 @@ def at_first(labels: Tensor, keep: Collection[int]) -> Tensor:
     return labels.as_strided(sizes, labels.stride(), labels.storage_offset())
 
 
+def line_along(labels: Tensor, dim: int) -> Tensor:
+    """Return the labels along one dimension, at index 0 of the others, 1-D."""
+    return at_first(labels, [dim]).reshape(-1)
+
+
 def reshaped(labels: Tensor, shape: Sequence[int]) -> Tensor:
     """The labels, reshaped. Uniform dimensions at either end are left out, because `reshape` would copy them."""
     varied = varied_dims(labels)

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from smcp_fx.channels.labels import at_first, narrow_uniform, place
+from smcp_fx.channels.labels import line_along, narrow_uniform, place
 from smcp_fx.channels.propagation import Propagation, Rule
 from smcp_fx.channels.trail import Call, Layer, Mix, Norm, ParameterRef
 from smcp_fx.tracing.values import FROZEN
@@ -296,7 +296,7 @@ def channel_labels(run: Propagation, labels: Tensor, dim: int) -> Tensor:
     for other in run.varied(labels):
         if other != dim:
             labels = run.tie_along(labels, other)
-    return at_first(labels, [dim]).reshape(-1)
+    return line_along(labels, dim)
 
 
 def own_inputs(run: Propagation, call: Call, labels: Tensor) -> Tensor:

@@ -86,9 +86,8 @@ def move(run: Propagation, call: Call) -> Any:
     result = mapped(lambda t: compact(t) if isinstance(t, Tensor) else t, _executed(call, args, kwargs))
     if any(_hides_channels(call, source, part) for part in leaves_of(result)):
         return run.unknown(call, f"{call.name!r} gives a tensor without elements")
-    if call.name in ("reshapeas", "viewas") and isinstance(
-        result, Tensor
-    ):  # their sizes come from the other tensor
+    # Their sizes come from the other tensor.
+    if call.name in ("reshapeas", "viewas") and isinstance(result, Tensor):
         both = {*varied_dims(result), *varied_dims(args[1])}
         run.tie(*(narrow_uniform(labels, keep=list(both)) for labels in (result, args[1])))
     if call.name in SPREADS and isinstance(result, Tensor):
@@ -213,9 +212,8 @@ def join(run: Propagation, call: Call) -> Any:
     tensors = [t for t in tensors if t.numel()]
     dim %= len(full)
     if tensors and dim == 0 < len(full) - 1 and all(stays(t) for t in tensors):
-        return tensors[0][(slice(1),) * len(full)].expand(
-            full
-        )  # images joined into a batch: no channel differs
+        # Images joined into a batch: no channel differs.
+        return tensors[0][(slice(1),) * len(full)].expand(full)
     across = {d for t in tensors for d in varied_dims(t)}
     if len(across) == 1 and dim not in across:
         # Pieces of space or tokens have the same channels, which go together. The result is uniform along the joined

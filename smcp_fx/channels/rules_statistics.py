@@ -279,9 +279,8 @@ def gathered(run: Propagation, call: Call) -> Any:
         return run.unknown(call, f"channels are mixed by {call.name!r}")
     if any(index.shape[d] != labels.shape[d] for d in run.varied(mixed)):
         return run.unknown(call, f"{call.name!r} reads some of the channels")
-    read = mixed.narrow(dim, 0, 1)[
-        tuple(slice(size) for size in index.shape)
-    ]  # of other dimensions, the first
+    # Of other dimensions, the first.
+    read = mixed.narrow(dim, 0, 1)[tuple(slice(size) for size in index.shape)]
     shape = tuple(index.shape)
     return bring_together(run, call, [compact(read.expand(shape)), run.of(index)], shape)
 

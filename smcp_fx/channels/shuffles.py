@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, fx
 
 from smcp_fx.channels.execution import moved, positions_along
-from smcp_fx.channels.labels import at_first, compact, varied_dims
+from smcp_fx.channels.labels import compact, line_along, varied_dims
 from smcp_fx.channels.propagation import Propagation
 from smcp_fx.channels.trail import Call, Shuffle
 from smcp_fx.tracing.operations import operation_name
@@ -104,7 +104,7 @@ def _order_at(
         positions = compact(positions)
         if positions.dim() != len(shape) or any(d != dim for d in varied_dims(positions)):
             return None
-        line = at_first(positions, [dim]).reshape(-1)
+        line = line_along(positions, dim)
         if not torch.equal(line, torch.arange(size)):
             if order is not None:
                 return None

@@ -19,7 +19,7 @@ from typing import Any, TypeGuard
 import torch
 from torch import Tensor
 
-from smcp_fx.channels.labels import at_first, narrow_uniform, place
+from smcp_fx.channels.labels import line_along, narrow_uniform, place
 from smcp_fx.channels.propagation import Propagation
 from smcp_fx.channels.rules_layers import channel_labels, own_inputs, record, renamed
 from smcp_fx.channels.trail import Call, ConstantRef, MadeRef, ParameterRef
@@ -112,7 +112,7 @@ def _layer(run: Propagation, call: Call, labels: Tensor, stack: _Stack) -> Tenso
         # One dimension of each side holds the channels. All ties tell which: the second run knows.
         run.blind = True
         sides = (labels, stack.there[read]), (made, stack.made.index(at))
-        inputs, outputs = (at_first(side, [dim]).reshape(-1) for side, dim in sides)
+        inputs, outputs = (line_along(side, dim) for side, dim in sides)
         _record(run, call, labels, stack, (read, at), (inputs, outputs))
         spread = [made.shape[stack.made.index(name)] if name in stack.made else 1 for name in stack.out]
         return made.reshape(spread).expand(call.shape)
@@ -169,4 +169,4 @@ def _record(
 
 def _apart(run: Propagation, labels: Tensor, dim: int) -> int:
     """The number of different channels along the dimension."""
-    return int(torch.unique(at_first(run.units(labels), [dim])).numel())
+    return int(torch.unique(line_along(run.units(labels), dim)).numel())

@@ -189,8 +189,9 @@ def _print_errors(error: HeldOutError, console: Console) -> None:
 
 def _show(arguments: argparse.Namespace, console: Console) -> int:
     from smcp_fx.cli.table_show import show
+    from smcp_fx.latency.exchange import rows_of
 
-    show(arguments.table, _read(arguments.table), arguments.block, console)
+    show(arguments.table, rows_of(arguments.table), arguments.block, console)
     return 0
 
 
@@ -203,10 +204,10 @@ def _merge(arguments: argparse.Namespace, console: Console) -> int:
 
 
 def _export(arguments: argparse.Namespace, console: Console) -> int:
-    from smcp_fx.latency.exchange import export_rows
+    from smcp_fx.latency.exchange import export_rows, rows_of
 
     if not arguments.wanted:
-        rows = _read(arguments.table)
+        rows = rows_of(arguments.table)
         export_rows(rows, arguments.file)
         console.print(f"{arguments.file}: {len(rows)} rows")
         return 0
@@ -292,16 +293,6 @@ def _check(arguments: argparse.Namespace, console: Console) -> int:
 
 
 # ---- shared by the commands -------------------------------------------------------------------------------------
-
-
-def _read(path: Path) -> list[TableRow]:
-    from smcp_fx.latency.store import LatencyStore
-
-    store = LatencyStore(path, read_only=True)
-    try:
-        return store.rows()
-    finally:
-        store.close()
 
 
 def _shard(text: str) -> tuple[int, int]:

@@ -57,8 +57,8 @@ def merge(target: Path, sources: Sequence[Path], fingerprint_key: str | None = N
     for source in sources:
         if source.resolve() == target.resolve():
             raise TableError(f"{source} is the file to merge into; name it once")
-        rows += _rows(source)
-    standing = _rows(target) if target.exists() and target.stat().st_size else []
+        rows += rows_of(source)
+    standing = rows_of(target) if target.exists() and target.stat().st_size else []
     if fingerprint_key is None:
         refuse_mixed([*standing, *rows], "pass --fingerprint KEY to merge the rows of one")
     else:
@@ -183,7 +183,8 @@ def _of_row(row: TableRow) -> list[Finding]:
 # ---- files ------------------------------------------------------------------------------------------------------
 
 
-def _rows(path: Path) -> list[TableRow]:
+def rows_of(path: Path) -> list[TableRow]:
+    """Return the rows of a table's file."""
     store = LatencyStore(path, read_only=True)
     try:
         return store.rows()

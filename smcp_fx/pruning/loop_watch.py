@@ -111,9 +111,8 @@ class LoopWatch:
         """Note that a backward pass reached the watched weight."""
         self.backwards += 1
         changed = weight._version != self._version
-        if self._fired and (
-            changed or weight.grad is not self._accumulated()
-        ):  # the optimiser stepped in between
+        # The optimiser stepped in between.
+        if self._fired and (changed or weight.grad is not self._accumulated()):
             self._missed = 0 if self._counted else self._missed + 1
             self._counted = False
             sure = changed and not self._calls

@@ -65,5 +65,4 @@ class KnownWorth(Worth):
             )
 
     def of(self, group: str, importance: Floats) -> Floats:
-        """Return the worth of keeping this importance of a group, elementwise."""
         return -np.interp(importance, self._sums[group], self._rises[group])

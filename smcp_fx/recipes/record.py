@@ -1,6 +1,6 @@
 """The record of a run: a JSON file with settings, environment and results.
 
-`smcp_fx.recipes.reproduce` reads such files. Records of scaled-down or changed recipes are marked, and fill no row.
+`tools/reproduce.py` reads such files. Records of scaled-down or changed recipes are marked, and fill no row.
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from smcp_fx.regions.carriers import Carrier, is_carrier, maps_of
 from smcp_fx.regions.finding import Region, bound_arguments, watched
 from smcp_fx.tracing.example_runs import plain, run_eager, unchanged
-from smcp_fx.tracing.gradients import Checkpoints
+from smcp_fx.tracing.gradients import checkpoints_called
 
 _LOG = logging.getLogger("smcp_fx.regions")
 
@@ -282,7 +282,7 @@ def _run(
         model.train(training)
         with (
             torch.set_grad_enabled(gradients),
-            Checkpoints(every=True),
+            checkpoints_called(every=True),
             _Functions(watcher),
             _Operators(watcher),
         ):

@@ -16,7 +16,6 @@ from torch import Tensor, fx, nn
 from torch.fx.proxy import Proxy
 
 from smcp_fx.errors import TraceError
-from smcp_fx.tracing.answering import AnsweringTracer
 from smcp_fx.tracing.in_place import PLAIN
 
 _CASTS = {
@@ -149,9 +148,7 @@ class Assignments:
     ``assigned`` is called at every other assignment.
     """
 
-    def __init__(
-        self, tracer: AnsweringTracer, held: dict[str, Tensor], assigned: Callable[[], None]
-    ) -> None:
+    def __init__(self, tracer: Any, held: dict[str, Tensor], assigned: Callable[[], None]) -> None:
         self.tracer, self.held, self.assigned = tracer, held, assigned
         self._names = {id(tensor): name for name, tensor in held.items()}
         self._writes: list[fx.Node] = []

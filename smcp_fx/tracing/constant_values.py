@@ -8,6 +8,7 @@ from typing import Any
 from torch import Tensor, fx, nn
 
 from smcp_fx.tracing.modes import is_by_mode
+from smcp_fx.tracing.operations import result_of
 from smcp_fx.tracing.values import held
 
 
@@ -46,11 +47,7 @@ def computed_value(
         args, kwargs = fx.node.map_arg((node.args, node.kwargs), values.__getitem__)
         if node.target is overwritten or is_by_mode(node):
             values[node] = args[1]
-        elif node.op == "call_method":
-            values[node] = getattr(args[0], str(node.target))(*args[1:], **kwargs)
-        elif node.op == "call_module":
-            values[node] = module.get_submodule(str(node.target))(*args, **kwargs)
         else:
-            assert callable(node.target)
-            values[node] = node.target(*args, **kwargs)
+            called = module.get_submodule(str(node.target)) if node.op == "call_module" else None
+            values[node] = result_of(node, called, args, kwargs)
     return values[nodes[-1]]

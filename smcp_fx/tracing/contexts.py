@@ -33,7 +33,7 @@ from smcp_fx.tracing.mode_reads import made_beside, returned_instead
 from smcp_fx.tracing.modes import ModeInterpreter
 from smcp_fx.tracing.operations import operation_name, operation_of, readable_name, writes_in_place
 from smcp_fx.tracing.traits import Trait, has
-from smcp_fx.tracing.values import FROZEN, NO_AUTOCAST, TensorInfo
+from smcp_fx.tracing.values import FROZEN, NO_AUTOCAST, TensorInfo, held
 
 #: Marks nodes that were made while autograd was off.
 NO_GRAD = "smcp_no_grad"
@@ -155,7 +155,7 @@ def detach_frozen(
     frozen = set(without_gradients(graph))
     returned = _operands(traced, run)
     memory = memory_of_model(traced, graph)
-    state = {node for node, name in memory.items() if not _attribute(traced, name).requires_grad}
+    state = {node for node, name in memory.items() if not held(traced, name).requires_grad}
     for node in list(graph.nodes):
         source = node.args[0] if node.args else None
         if node in frozen and source in state and writes_in_place(node, traced):
@@ -243,7 +243,7 @@ def pin_layers(module: nn.Module, nodes: Iterable[fx.Node]) -> None:
             weights = list(module.get_submodule(str(node.target)).parameters())
         else:
             read = [n for n in map(_unmoved, node.all_input_nodes) if n.op == "get_attr"]
-            weights = [w for n in read if isinstance(w := _attribute(module, str(n.target)), nn.Parameter)]
+            weights = [w for n in read if isinstance(w := held(module, str(n.target)), nn.Parameter)]
         if any(weight.dim() > 1 for weight in weights):
             node.meta.setdefault(
                 FROZEN, f"{node.target if node.op == 'call_module' else readable_name(node)!r} {_FROZEN}"
@@ -294,8 +294,3 @@ def _is_tensor(values: dict[str, Any], node: Any) -> bool:
 
 def _has_tensors(value: Any) -> bool:
     return any(isinstance(leaf, TensorInfo) for leaf in pytree.tree_leaves(value))
-
-
-def _attribute(module: nn.Module, target: str) -> Any:
-    path, _, name = target.rpartition(".")
-    return getattr(module.get_submodule(path), name, None)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -125,6 +126,29 @@ def _as_before(module: nn.Module) -> Iterator[None]:
             for tensor, value in held:
                 if not torch.equal(tensor, value):  # a write would count as a change
                     tensor.copy_(value)
+
+
+def outputs_of_modules(model: nn.Module, inputs: tuple[Any, ...]) -> dict[str, Any]:
+    """What each module of the model returns, by its path, in an example run in eval mode; of its first call."""
+    found: dict[str, Any] = {}
+
+    def note(path: str, output: Any) -> None:
+        if path not in found:
+            found[path] = pytree.tree_map(lambda v: v.clone() if isinstance(v, Tensor) else v, output)
+
+    hooks = [
+        module.register_forward_hook(lambda _m, _i, output, path=path: note(path, output))
+        for path, module in model.named_modules()
+        if path and not isinstance(module, torch.jit.ScriptModule)
+    ]
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of a graph, which does not call all of them
+            run_eager(model, inputs)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return found
 
 
 def images_in(inputs: tuple[Any, ...]) -> int:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from smcp_fx.tracing.operations import operation_name
+from smcp_fx.tracing.operations import operation_name, result_of
 from smcp_fx.tracing.traits import Trait, has
 from smcp_fx.tracing.trees import leaves_of, mapped
 
@@ -64,10 +64,7 @@ def _moved(node: fx.Node, first: Tensor, args: Any, kwargs: Any) -> Any:
     with unset_fake_temporarily():
         args, kwargs = mapped(plain, (args, kwargs))
         try:
-            if node.op == "call_method":
-                result = getattr(args[0], str(node.target))(*args[1:], **kwargs)
-            else:
-                result = node.target(*args, **kwargs)  # type: ignore[operator]
+            result = result_of(node, None, args, kwargs)
         except Exception:  # a fake tensor fails, too, and says why
             return None
     return mapped(lambda v: FakeTensor(mode, v, device) if isinstance(v, Tensor) else v, result)

@@ -7,8 +7,9 @@ matter. Checkpointed parts are traced as if they were called: they compute the s
 from __future__ import annotations
 
 from collections.abc import Iterator
-from types import TracebackType
+from contextlib import contextmanager
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor, fx
@@ -93,39 +94,33 @@ def _equal(first: Tensor, second: Tensor) -> bool:
     )
 
 
-class Checkpoints:
+@contextmanager
+def checkpoints_called(*, every: bool = False) -> Iterator[None]:
     """While it is entered, `torch.utils.checkpoint` only calls its function, if it is being traced.
 
     ``every``: everywhere.
     """
+    reentrant, generator = (vars(torch_checkpoint)[name] for name in ("CheckpointFunction", _GENERATOR))
 
-    def __init__(self, *, every: bool = False) -> None:
-        self._every = every
+    def taken(tree: Any) -> bool:
+        return every or any(isinstance(leaf, Proxy) for leaf in pytree.tree_leaves(tree))
 
-    def __enter__(self) -> None:
-        space = vars(torch_checkpoint)
-        self._held = {name: space[name] for name in ("CheckpointFunction", _GENERATOR)}
-        reentrant, generator = self._held.values()
-        every = self._every
+    class Called:
+        @staticmethod
+        def apply(function: Any, preserve: bool, *args: Any) -> Any:
+            return function(*args) if taken(args) else reentrant.apply(function, preserve, *args)
 
-        def taken(tree: Any) -> bool:
-            return every or any(isinstance(leaf, Proxy) for leaf in pytree.tree_leaves(tree))
+    def called(*args: Any, **kwargs: Any) -> Iterator[None]:
+        if not taken((args, kwargs)):
+            yield from generator(*args, **kwargs)
+        else:
+            yield
 
-        class Called:
-            @staticmethod
-            def apply(function: Any, preserve: bool, *args: Any) -> Any:
-                return function(*args) if taken(args) else reentrant.apply(function, preserve, *args)
-
-        def called(*args: Any, **kwargs: Any) -> Iterator[None]:
-            if not taken((args, kwargs)):
-                yield from generator(*args, **kwargs)
-            else:
-                yield
-
-        space.update({"CheckpointFunction": Called, _GENERATOR: called})
-
-    def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        vars(torch_checkpoint).update(self._held)
+    with (
+        mock.patch.object(torch_checkpoint, "CheckpointFunction", Called),
+        mock.patch.object(torch_checkpoint, _GENERATOR, called),
+    ):
+        yield
 
 
 _GENERATOR = "_checkpoint_without_reentrant_generator"

@@ -296,9 +296,8 @@ class _Writer:
     def _keep_effects(self) -> None:
         """Keep a mode's effects, even without readers: a batch norm counts, a random number is drawn."""
         step_of = {step.made: step for step in self.steps}
-        runs: list[set[fx.Node]] = [
-            set() for _ in self.traces
-        ]  # what runs in each trace, as it is told so far
+        # What runs in each trace, as it is told so far.
+        runs: list[set[fx.Node]] = [set() for _ in self.traces]
         for node in reversed(list(self.graph.nodes)):
             step = step_of.get(node)
             for number, (trace, known) in enumerate(zip(self.traces, runs, strict=True)):

@@ -19,16 +19,9 @@ from torch import fx, nn
 
 _IN_OPERATORS = frozenset("iadd isub imul itruediv ipow ifloordiv imod iand ior ixor setitem".split())
 _ALIASES = {
-    "iadd": "add",
-    "isub": "sub",
-    "imul": "mul",
+    **{f"i{name}": name for name in ("add", "sub", "mul", "pow", "floordiv", "mod", "and", "or", "xor")},
+    **{f"{norm}{axes}d": norm for norm in ("batchnorm", "instancenorm") for axes in (1, 2, 3)},
     "itruediv": "div",
-    "ipow": "pow",
-    "ifloordiv": "floordiv",
-    "imod": "mod",
-    "iand": "and",
-    "ior": "or",
-    "ixor": "xor",
     "truediv": "div",
     "truedivide": "div",
     "divide": "div",
@@ -43,12 +36,6 @@ _ALIASES = {
     "absolute": "abs",
     "negative": "neg",
     "syncbatchnorm": "batchnorm",
-    "batchnorm1d": "batchnorm",
-    "batchnorm2d": "batchnorm",
-    "batchnorm3d": "batchnorm",
-    "instancenorm1d": "instancenorm",
-    "instancenorm2d": "instancenorm",
-    "instancenorm3d": "instancenorm",
 }
 #: Functions of other packages that are wrapped as graph leaves; named so that they need not be imported.
 _FOREIGN = {
@@ -124,6 +111,16 @@ def operation_name(node: fx.Node, module: nn.Module | None) -> str | None:
 def operation_of(model: nn.Module, node: fx.Node) -> str | None:
     """Return the name of a node's operation, whichever way the network calls it; None where it has none."""
     return operation_name(node, model.get_submodule(str(node.target)) if node.op == "call_module" else None)
+
+
+def result_of(node: fx.Node, module: nn.Module | None, args: Any, kwargs: Any) -> Any:
+    """Return what a call node gives for these arguments (its module given for `call_module`)."""
+    if module is not None:
+        return module(*args, **kwargs)
+    if node.op == "call_method":
+        return getattr(args[0], str(node.target))(*args[1:], **kwargs)
+    assert callable(node.target)
+    return node.target(*args, **kwargs)
 
 
 def readable_name(node: fx.Node) -> str:

@@ -124,10 +124,8 @@ def _apart(ask: Callable[[], bool]) -> bool:
     found: list[bool] = []
 
     def compare() -> None:
-        with (
-            torch.enable_grad(),
-            contextlib.suppress(Exception),
-        ):  # a forward may raise anything for other values
+        # A forward may raise anything for other values.
+        with torch.enable_grad(), contextlib.suppress(Exception):
             found.append(ask())
 
     apart = threading.Thread(target=compare)

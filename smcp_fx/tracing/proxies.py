@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import operator
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
@@ -20,9 +20,9 @@ from torch.fx.proxy import Attribute, Proxy
 from torch.utils import _pytree as pytree
 
 from smcp_fx.errors import TraceError
-from smcp_fx.tracing.answering import AnsweringTracer
 from smcp_fx.tracing.constant_values import overwritten
 from smcp_fx.tracing.frames import asks_for_type, in_library, instruction_of, looks_up
+from smcp_fx.tracing.in_place import PLAIN
 from smcp_fx.tracing.plain_attention import attend_by_function
 from smcp_fx.tracing.sentences import express
 from smcp_fx.tracing.trees import leaf_class, leaves_of
@@ -44,7 +44,7 @@ _PRODUCT = math.prod  # taken here, as those above: while torch.fx traces, `math
 class AnsweringProxy(Proxy):
     """Python's questions, answered by the node's value on the example inputs."""
 
-    tracer: AnsweringTracer
+    tracer: Any  # the `ShapeTracer` that it comes from
 
     @property  # type: ignore[misc]
     def __class__(self) -> type:
@@ -107,9 +107,8 @@ class AnsweringProxy(Proxy):
         frame = sys._getframe(1)
         if in_library(frame) or self.tracer.is_tensor(self):
             return object.__hash__(self)
-        if not looks_up(
-            frame
-        ):  # functools.lru_cache would keep a traced value, and return it to other models
+        # `functools.lru_cache` would keep a traced value, and return it to other models.
+        if not looks_up(frame):
             raise TypeError(
                 f"a number of the traced graph cannot be hashed here: write int({express(self.node)})"
             )
@@ -125,46 +124,16 @@ class AnsweringProxy(Proxy):
         return float(self.tracer.number(self))
 
     def __len__(self) -> int:
-        return self.tracer.length(self)
+        return int(self.tracer.length(self))
 
-    def __iadd__(self, other: Any) -> Any:
-        return self.tracer.in_place(operator.iadd, self, other)
-
-    def __isub__(self, other: Any) -> Any:
-        return self.tracer.in_place(operator.isub, self, other)
-
-    def __imul__(self, other: Any) -> Any:
-        return self.tracer.in_place(operator.imul, self, other)
-
-    def __itruediv__(self, other: Any) -> Any:
-        return self.tracer.in_place(operator.itruediv, self, other)
-
-    def __ipow__(self, other: Any) -> Any:
-        return self.tracer.in_place(operator.ipow, self, other)
-
-    def __ifloordiv__(self, other: Any) -> Any:
-        return self.tracer.in_place(operator.ifloordiv, self, other)
-
-    def __imod__(self, other: Any) -> Any:
-        return self.tracer.in_place(operator.imod, self, other)
-
-    def __iand__(self, other: Any) -> Any:
-        return self.tracer.in_place(operator.iand, self, other)
-
-    def __ior__(self, other: Any) -> Any:
-        return self.tracer.in_place(operator.ior, self, other)
-
-    def __ixor__(self, other: Any) -> Any:
-        return self.tracer.in_place(operator.ixor, self, other)
-
-    def __round__(self, digits: int | None = None) -> Proxy:
+    def __round__(self, digits: int | None = None) -> Any:
         arguments = (self,) if digits is None else (self, digits)
         return self.tracer.create_proxy("call_function", round, arguments, {})
 
     def __divmod__(self, other: Any) -> tuple[Proxy, Proxy]:
         return self // other, self % other
 
-    def __iter__(self) -> Iterator[Any]:
+    def __iter__(self) -> Any:
         instruction = instruction_of(sys._getframe(1))
         if instruction is None or instruction.opname != "UNPACK_SEQUENCE":
             return self.tracer.iter(self)
@@ -232,6 +201,14 @@ class AnsweringProxy(Proxy):
 
     def _numbers(self, tree: Any) -> Any:
         return pytree.tree_map(lambda v: self.tracer.number(v) if isinstance(v, Proxy) else v, tree)
+
+
+def _in_place(written: Callable[..., Any]) -> Callable[[AnsweringProxy, Any], Any]:
+    return lambda self, other: self.tracer.in_place(written, self, other)
+
+
+for _written in PLAIN:
+    setattr(AnsweringProxy, f"__{_written.__name__}__", _in_place(_written))
 
 
 @leaf_class

@@ -25,7 +25,6 @@ from torch.fx.proxy import Proxy
 from torch.fx.proxy import TraceError as FxTraceError
 from torch.utils import _pytree as pytree
 
-from smcp_fx.tracing.answering import AnsweringTracer
 from smcp_fx.tracing.frames import in_library
 from smcp_fx.tracing.proxies import number_in
 from smcp_fx.tracing.random_draws import METHODS, drawing
@@ -46,7 +45,7 @@ _TRUNCATED = math.trunc  # taken here: while torch.fx traces, `math` holds other
 class StandIns:
     """While it is entered, the stand-ins are in place; at the end everything is restored."""
 
-    def __init__(self, tracer: AnsweringTracer, model: nn.Module) -> None:
+    def __init__(self, tracer: Any, model: nn.Module) -> None:
         self.tracer = tracer
         self._put: list[tuple[Any, str, Any]] = []
         torch_wide = {

@@ -54,11 +54,8 @@ def normalise(model: nn.Module, graph: fx.Graph) -> None:
         if node.target in _OUTER and len(node.all_input_nodes) == len(node.args) == 2:
             node.op, node.target, node.args = "call_function", torch.einsum, ("i,j->ij", *node.args)
         if node.target is getattr and node.args[1] == "data" and _gives_a_tensor(node.args[0]):
-            node.op, node.target, node.args = (
-                "call_method",
-                "detach",
-                node.args[:1],
-            )  # torch.export knows no `.data`
+            # torch.export knows no `.data`.
+            node.op, node.target, node.args = "call_method", "detach", node.args[:1]
         if type(module) is nn.Unflatten and isinstance(module.dim, int):
             node.op, node.target = "call_function", torch.unflatten
             node.args = (node.args[0], module.dim, tuple(module.unflattened_size))

@@ -19,7 +19,7 @@ from torch.utils import _pytree as pytree
 
 from smcp_fx.tracing.example_runs import in_all_modes
 from smcp_fx.tracing.modes import Choice, conditions, is_by_mode
-from smcp_fx.tracing.operations import operation_name, writes_in_place
+from smcp_fx.tracing.operations import operation_name, result_of, writes_in_place
 from smcp_fx.tracing.traits import Trait, has
 from smcp_fx.tracing.trees import leaves_of, mapped
 from smcp_fx.tracing.values import TensorInfo, held, info_of, plain_lists
@@ -147,13 +147,10 @@ class _Run:
         made = self._known(node, name, module, args, kwargs)
         if made is not None:
             return made
-        if node.op == "call_module":
-            if name is None:
-                raise _UntoldError
-            return self.runs.copied(str(node.target))(*args, **kwargs)
-        if node.op == "call_method":
-            return getattr(args[0], str(node.target))(*args[1:], **kwargs)
-        return node.target(*args, **kwargs)  # type: ignore[operator]
+        if module is not None and name is None:
+            raise _UntoldError
+        copied = None if module is None else self.runs.copied(str(node.target))
+        return result_of(node, copied, args, kwargs)
 
     def _known(self, node: fx.Node, name: str | None, module: Any, args: Any, kwargs: Any) -> Tensor | None:
         """Results of operations that are slow on the meta device; None for others, and if they would fail."""

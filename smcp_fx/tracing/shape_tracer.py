@@ -26,14 +26,14 @@ from torch.fx.proxy import Proxy
 from torch.fx.proxy import TraceError as FxTraceError
 from torch.utils import _pytree as pytree
 
-from smcp_fx.tracing.answering import AnsweringTracer
 from smcp_fx.tracing.attributes import Assignments, Attributes, held_tensors, refuse_state
 from smcp_fx.tracing.call_forms import has_name
 from smcp_fx.tracing.fake_results import known_result
-from smcp_fx.tracing.gradients import Checkpoints, GradientQuestions
+from smcp_fx.tracing.gradients import GradientQuestions, checkpoints_called
 from smcp_fx.tracing.in_place import PLAIN, drop_releases, is_tensor_for_sure, settle_in_place
 from smcp_fx.tracing.lengths import Sizes, write_out_kernels
 from smcp_fx.tracing.mode_reads import ModeLog, drop_marks
+from smcp_fx.tracing.operations import result_of
 from smcp_fx.tracing.parameter_writes import settle_parameter_writes
 from smcp_fx.tracing.proxies import ValueProxy, is_given
 from smcp_fx.tracing.python_builtins import StandIns
@@ -49,7 +49,7 @@ class KeptOutsideError(FxTraceError):
     """A tensor that a hook kept while values were computed was about to become a constant."""
 
 
-class ShapeTracer(AnsweringTracer):
+class ShapeTracer(fx.Tracer):
     """The standard tracer for one model and its example inputs; ``assumptions`` lists what was assumed of these."""
 
     def __init__(self, inputs: tuple[Any, ...], fixed: tuple[int, ...] = ()) -> None:
@@ -93,7 +93,7 @@ class ShapeTracer(AnsweringTracer):
             seen_through(),
             StandIns(self, model),
             Assignments(self, self._held, self.log.assigned) as assignments,
-            Checkpoints(),
+            checkpoints_called(),
         ):
             graph = super().trace(root, concrete_args)
         self.log.closed = True
@@ -364,10 +364,7 @@ class ShapeTracer(AnsweringTracer):
         try:
             if module is not None:
                 return self.run_module(module, args, kwargs)
-            if node.op == "call_method":
-                result = getattr(args[0], str(node.target))(*args[1:], **kwargs)
-            else:
-                result = node.target(*args, **kwargs)  # type: ignore[operator]
+            result = result_of(node, None, args, kwargs)
         except Exception as error:
             raise FxTraceError(f"{express(node)} cannot be told from shapes alone ({error})") from error
         if reads_values(node) and isinstance(args[0], Tensor):

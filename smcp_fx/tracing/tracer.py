@@ -29,7 +29,15 @@ from smcp_fx.tracing.contexts import (
     pin_layers,
     without_gradients,
 )
-from smcp_fx.tracing.example_runs import first_line, images_in, record, run_eager, same_values, unchanged
+from smcp_fx.tracing.example_runs import (
+    first_line,
+    images_in,
+    outputs_of_modules,
+    record,
+    run_eager,
+    same_values,
+    unchanged,
+)
 from smcp_fx.tracing.mode_merging import UnexplainedError, merged
 from smcp_fx.tracing.mode_paths import Exploring, Modes, ModeTrace
 from smcp_fx.tracing.modes import require_one_mode, with_branches
@@ -284,9 +292,8 @@ def _merged(
         form, given = formed(others)
         trace = trace_in_mode(model, given, (mode, others), leaves, () if form is None else form.places)
         asked = forms if form is None else forms[: forms.index(form) + 1]
-        trace.log.frames[0].reads[:0] = [
-            (0, one.key, one is form) for one in asked
-        ]  # the first that is asked
+        # As what is asked first.
+        trace.log.frames[0].reads[:0] = [(0, one.key, one is form) for one in asked]
         trace.modes = {**trace.modes, **{one.key: one is form for one in forms}}
         if without_gradients(trace.graph):
             normalise(model, trace.graph)
@@ -327,24 +334,12 @@ def _restore_flags(model: nn.Module, traced: fx.GraphModule) -> None:
 
 def _first_difference(model: nn.Module, traced: fx.GraphModule, inputs: tuple[Any, ...]) -> str:
     """Name the first leaf module whose output differs between the model and its graph."""
-    outputs: dict[str, Any] = {}
-    original = copy.deepcopy(model)
-    for name, module in original.named_modules():
-        # A hook that returned the copy would put it in the output's place, where later in-place work hits it.
-        module.register_forward_hook(
-            lambda _m, _i, out, name=name: outputs.update({name: copy.deepcopy(out)})
-        )
-    run_eager(original, inputs)
-    for name, module in (duplicate := copy.deepcopy(traced)).named_modules():
-        if name in outputs and not list(module.children()):
-            module.register_forward_hook(
-                lambda _m, _i, out, name=name: (
-                    found.append(name) if not same_values(outputs[name], out) else None
-                )
-            )
-    found: list[str] = []
-    run_eager(duplicate, inputs)
-    return f"module {found[0]!r}" if found else "an operation between modules"
+    expected, found = (outputs_of_modules(one, inputs) for one in (model, traced))
+    leaves = {name for name, module in traced.named_modules() if not list(module.children())}
+    for name, output in found.items():
+        if name in leaves and name in expected and not same_values(expected[name], output):
+            return f"module {name!r}"
+    return "an operation between modules"
 
 
 def _describe(inputs: tuple[Any, ...]) -> str:

@@ -296,9 +296,8 @@ class _Write:
             if dim - sum(other < dim for other in gone) >= left and shape:
                 source = self.graph.call_method("unsqueeze", (source, dim - max(left, 0)))
                 shape.insert(dim - max(left, 0), 1)
-        if (
-            tuple(shape) != tuple(tensor.shape) or not self.fixed
-        ):  # at other sizes, refuses values that do not fit
+        # At other sizes, refuses values that do not fit.
+        if tuple(shape) != tuple(tensor.shape) or not self.fixed:
             source = self.graph.call_method("expand_as", (source, region))
         return self.graph.call_method("type_as", (source, region))
 

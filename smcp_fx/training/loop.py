@@ -113,9 +113,8 @@ class TrainingLoop:
             self.optimizer.zero_grad(set_to_none=True)
             self.scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
             losses.append(float(loss.detach()))
-            if (
-                not ranks.distributed()
-            ):  # of several ranks all find it at the epoch's end: none is left waiting
+            # Of several ranks all find it at the epoch's end: none is left waiting.
+            if not ranks.distributed():
                 self._check(losses[-1], f"at step {self.step + 1} of {self.total_steps} (epoch {epoch + 1})")
             self.step += 1
             if pruner is not None:

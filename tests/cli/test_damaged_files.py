@@ -39,6 +39,8 @@ from smcp_fx.recipes.recipe import load_recipe
 from smcp_fx.recipes.record import Record, read_records, write_record
 from smcp_fx.zoo.weights import load_weights, read_weights
 
+sys.path.append(str(Path(__file__).parents[2] / "tools"))
+
 HERE = Fingerprint("fake", "here", "none", "1", 1, "float32", (("mode", "formula"),))
 ABOUT = {"device": "D", "tensorrt": "8.6.1", "driver": "1", "compute_capability": "9.0", "protocol": 1}
 MEASURED = {"median_ms": 1.0, "q1_ms": 1.0, "q3_ms": 1.0, "repeats": 9, "stable": True}
@@ -286,10 +288,9 @@ def comparisons(folder: Path, _: bytes) -> Case:
 
 
 def record(folder: Path, _: bytes) -> Case:
+    from paper import TABLES
+    from reproduce import print_table
     from rich.console import Console
-
-    from smcp_fx.recipes.paper import TABLES
-    from smcp_fx.recipes.reproduce import print_table
 
     name = next(iter(TABLES))
     row = f"{name}/{TABLES[name].rows[-1].method}"

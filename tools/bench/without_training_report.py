@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from trade_off import Point, Series, svg_file, trade_off
 from without_training_methods import METHODS
 
 from smcp_fx.report.svg import Panel, dot, line, path, text
-from smcp_fx.report.trade_off import Point, Series, svg_file, trade_off
 
 Line = dict[str, Any]
 Lines = Sequence[Line]

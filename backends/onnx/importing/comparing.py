@@ -55,7 +55,7 @@ def _run(module: fx.GraphModule, given: tuple[Tensor, ...]) -> list[Array]:
     try:
         with torch.no_grad():
             # Not by the module's own call, which prints the code that fails.
-            return [np.asarray(a) for a in to_arrays(flatten_outputs(fx.Interpreter(module).run(*given)))]
+            return to_arrays(flatten_outputs(fx.Interpreter(module).run(*given)))
     except Exception as error:
         shapes = [tuple(tensor.shape) for tensor in given]
         raise InputError(f"the imported network fails on inputs of shapes {shapes}: {error}") from error

@@ -139,9 +139,8 @@ def read_onnx(path: Path | str) -> OnnxFile:
     for tensor in beside:
         file.beside(tensor)  # ONNX Runtime opens those that nothing here reads, too
     if sum(abs(math.prod(tensor.dims)) for tensor in beside) > _MOST_ELEMENTS:
-        raise file.refused(
-            f"its weights have more than {_MOST_ELEMENTS} elements in all"
-        )  # of one place, perhaps
+        # Of one place, perhaps.
+        raise file.refused(f"its weights have more than {_MOST_ELEMENTS} elements in all")
     if file.opset < _OLDEST_OPSET:
         raise file.refused(f"opset {file.opset} is too old: export it again, in {_OLDEST_OPSET} or later")
     return file

@@ -218,9 +218,8 @@ class Builder:
                 raise WorkerError(
                     f"there is no tactic source {name!r}; there are CUBLAS, CUBLAS_LT, CUDNN ..."
                 )
-            source = getattr(
-                trt.TacticSource, name, None
-            )  # from TensorRT 11 the libraries are gone by themselves
+            # From TensorRT 11 the libraries are gone by themselves.
+            source = getattr(trt.TacticSource, name, None)
             if source is not None:
                 sources &= ~(1 << int(source))
         config.set_tactic_sources(sources)

@@ -11,25 +11,10 @@ import threading
 import zipfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from .problems import WorkerDied, WorkerError
 from .serving import Session
-
-
-class Worker(Protocol):
-    """What answers requests. ``generation`` counts the processes: engines loaded in earlier ones are gone."""
-
-    @property
-    def generation(self) -> int: ...
-
-    def ask(self, op: str, timeout_s: float | None = None, **arguments: Any) -> dict[str, Any]:
-        """Return the answer; `WorkerError` where it is an error, `WorkerDied` where none came."""
-        ...
-
-    def close(self) -> None:
-        """End it."""
-        ...
 
 
 class InProcess:
@@ -51,7 +36,8 @@ class InProcess:
 class WorkerProcess:
     """The worker as a process, started at the first request and again after it died.
 
-    ``command`` ends in ``--serve``. ``timeout_s``: an answer that takes longer counts as a death.
+    ``generation`` counts the processes: engines loaded in earlier ones are gone. ``command`` ends in ``--serve``.
+    ``timeout_s``: an answer that takes longer counts as a death.
     """
 
     def __init__(self, command: Sequence[str], timeout_s: float = 1800.0) -> None:
@@ -68,7 +54,7 @@ class WorkerProcess:
         return self._lives
 
     def ask(self, op: str, timeout_s: float | None = None, **arguments: Any) -> dict[str, Any]:
-        """Return the answer to a request."""
+        """Return the answer; `WorkerError` where it is an error, `WorkerDied` where none came."""
         process = self._running()
         try:
             assert process.stdin is not None
@@ -145,6 +131,10 @@ class WorkerProcess:
         advice = "; SIGKILL is mostly the system short of memory" if code == -signal.SIGKILL else ""
         self.close()
         return WorkerDied(f"the TensorRT worker {how} ({reason}{advice})" + (f": {said}" if said else ""))
+
+
+#: What answers requests.
+Worker = InProcess | WorkerProcess
 
 
 def _read(process: subprocess.Popen[str], answers: queue.SimpleQueue[str | None]) -> None:

@@ -226,9 +226,8 @@ class Session:
                 self._runtime = self._trt.Runtime(self._logger)
             except TypeError as error:
                 raise WorkerError(f"TensorRT cannot start: {self._logger.told()}") from error
-            if hasattr(
-                self._runtime, "engine_host_code_allowed"
-            ):  # version-compatible engines carry a runtime
+            # Version-compatible engines carry a runtime.
+            if hasattr(self._runtime, "engine_host_code_allowed"):
                 self._runtime.engine_host_code_allowed = True
         engine = self._runtime.deserialize_cuda_engine(plan)
         if engine is None:

@@ -6,9 +6,10 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from trade_off import Point, Series, trade_off
+
 from accuracy.methods import METHODS
 from accuracy.statistics import Interval, interval, paired
-from smcp_fx.report.trade_off import Point, Series, trade_off
 
 Line = dict[str, Any]
 #: Task, network, cost, accuracy of the dense network.

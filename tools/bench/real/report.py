@@ -13,10 +13,10 @@ from typing import Any
 
 import numpy as np
 from records import Record, fill, table
+from trade_off import Point, Series, svg_file, trade_off
 
 from real.run import COMPARED, OURS
 from smcp_fx.report.svg import Panel, dot, line, text
-from smcp_fx.report.trade_off import Point, Series, svg_file, trade_off
 
 Line = dict[str, Any]
 Lines = Sequence[Line]

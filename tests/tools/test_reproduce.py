@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,21 +11,15 @@ from typing import Any
 import pytest
 
 from smcp_fx.errors import InputError
-from smcp_fx.recipes.paper import TABLES
 from smcp_fx.recipes.recipe import load_recipe, recipe_names
 from smcp_fx.recipes.record import Record, read_records, write_record
-from smcp_fx.recipes.reproduce import our_figures
 
-_SCRIPT = Path(__file__).parents[2] / "tools" / "reproduce.py"
+_PATH = sys.path[:]
+sys.path.insert(0, str(Path(__file__).parents[2] / "tools"))
+from paper import TABLES  # noqa: E402
+from reproduce import main, our_figures  # noqa: E402
 
-
-def reproduce(*arguments: str) -> int:
-    spec = importlib.util.spec_from_file_location("reproduce", _SCRIPT)
-    assert spec is not None and spec.loader is not None
-    module: Any = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return int(module.main(arguments))
-
+sys.path[:] = _PATH
 
 #: The paper's own rows, typed again: FLOPs, Top-1, Top-5 or None where the table has no such column, FPS, speed-up.
 SMCP = {
@@ -86,7 +80,7 @@ WHOLE = Record(
 
 
 def test_without_records_nothing_was_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert reproduce("all", "--records", str(tmp_path / "nothing")) == 0
+    assert main(["all", "--records", str(tmp_path / "nothing")]) == 0
     said = capsys.readouterr().out
     columns = sum(len(table.columns) * len(table.rows) for table in TABLES.values())
     assert said.count("not run") == columns
@@ -107,7 +101,7 @@ def test_ours_come_from_complete_records(tmp_path: Path, capsys: pytest.CaptureF
     assert our_figures("resnet50", table, rows["HALP-30%"], records) == {}
     assert our_figures("resnet50", table, rows["No pruning"], records)["top1"] == 76.1
     assert our_figures("resnet50-eagleeye", table, rows["SMCP-30%"], records) == {}
-    assert reproduce("resnet50", "--records", str(tmp_path)) == 0
+    assert main(["resnet50", "--records", str(tmp_path)]) == 0
     said = capsys.readouterr().out
     assert "1 records of scaled-down or changed runs are left out" in said
     line = next(line for line in said.splitlines() if line.startswith("SMCP-30%"))
@@ -140,5 +134,5 @@ def test_damaged_records_are_named(
     (tmp_path / "record.json").write_text(json.dumps({**content, **change}))
     with pytest.raises(InputError, match=message):
         read_records(tmp_path)
-    assert reproduce("voc", "--records", str(tmp_path)) == 2
+    assert main(["voc", "--records", str(tmp_path)]) == 2
     assert message in " ".join(capsys.readouterr().err.split())

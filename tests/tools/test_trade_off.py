@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
 
-from smcp_fx.report.trade_off import Point, Series, trade_off
+_PATH = sys.path[:]
+sys.path.insert(0, str(Path(__file__).parents[2] / "tools" / "bench"))
+from trade_off import Point, Series, trade_off  # noqa: E402
+
+sys.path[:] = _PATH
 
 
 def test_values_are_where_they_belong() -> None:
