@@ -169,7 +169,7 @@ class Backend(ABC):
     def compile(
         self, module: nn.Module, example_inputs: tuple[Tensor, ...], path: Path | str | None = None
     ) -> Engine:
-        """Compile ``module`` in eval mode; the file that the runtime loads, if any, is left at ``path``.
+        """Compile ``module`` in eval mode, and leave `files` of ``path``, the main one there.
 
         `BackendError` when the runtime cannot express it or computes something else.
         """
@@ -181,7 +181,7 @@ class Backend(ABC):
         """
 
     def files(self, path: Path | str) -> list[Path]:
-        """Return the files that `compile` leaves for ``path``."""
+        """Return the files that `compile` leaves for ``path``, the main one first."""
         return [Path(path)]
 
     def remarks(self) -> tuple[str, ...]:

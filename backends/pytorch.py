@@ -272,6 +272,10 @@ class TorchBackend(Backend):
         with engine:
             return BlockLatency(engine.in_a_row(config or _ROW))
 
+    def files(self, path: Path | str) -> list[Path]:
+        """Return none: PyTorch loads no file."""
+        return []
+
     def compile(
         self, module: nn.Module, example_inputs: tuple[Tensor, ...], path: Path | str | None = None
     ) -> TorchEngine:

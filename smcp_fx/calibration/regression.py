@@ -22,6 +22,8 @@ from torch import Tensor
 WIDEST = 8192
 #: Ridges that are tried. Chosen, not measured.
 RIDGES = (1e-9, 1e-6, 1e-5, 1e-4, 1e-3, 1e-2, 1e-1, 1.0)
+#: Columns of a block where one half of a product's squares is enough. Chosen.
+_BLOCK = 512
 #: How a use handles the mean: by its bias, by the batch norm behind it, or not at all.
 Intercept = Literal["bias", "norm", "none"]
 
@@ -41,7 +43,7 @@ class Gram:
             by_group = by_group.mT.contiguous().mT
         self.count += by_group.shape[1]
         self.x = self.x + _sum(by_group)
-        self.xx = _plus(self.xx, by_group.mT @ by_group)
+        self.xx = _plus(self.xx, _products(by_group))
         return by_group
 
     def covariance(self) -> Tensor:
@@ -207,6 +209,19 @@ def _ridge(normal: tuple[Tensor, Tensor], ridge: float) -> Tensor | None:
     if bool(failed.any()):
         return None
     return torch.cholesky_solve(away, factor)
+
+
+def _products(rows: Tensor) -> Tensor:
+    """Return x'x of rows [groups, rows, inputs]: of a wide layer one half, by blocks of columns, and its mirror."""
+    width = rows.shape[-1]
+    if width < 2 * _BLOCK:
+        return rows.mT @ rows
+    products = rows.new_empty(rows.shape[0], width, width)
+    for first in range(0, width, _BLOCK):
+        mine = slice(first, first + _BLOCK)
+        products[:, mine, first:] = rows[:, :, mine].mT @ rows[:, :, first:]
+        products[:, first:, mine] = products[:, mine, first:].mT
+    return products
 
 
 def _sum(rows: Tensor) -> Tensor:

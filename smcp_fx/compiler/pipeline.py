@@ -183,7 +183,8 @@ class _Compilation:
             notes=self.tell.notes,
         )  # fmt: skip
         if settings.targets:
-            last = target_row(prepared, measured, accuracies[1], report.files["pruned"])
+            file = report.files.get("pruned") or report.files.get("weights", "")
+            last = target_row(prepared, measured, accuracies[1], file)
             without["targets"] = (*without["targets"], last)
         return self._write(replace(report, precision=precision, **without), prepared, pruned)
 
@@ -388,10 +389,11 @@ class _Compilation:
         """Write the network of one of several targets, measure it, and return its point of the curve."""
         path = self.settings.folder / f"pruned-{target:g}.onnx"
         network = found.network.cpu()
-        self.saver.save(network, prepared, path.with_suffix(".safetensors"))
+        self.saver.save(network, prepared, weights := path.with_suffix(".safetensors"))
         with (
             self.tell.stage("emitting"),
             corrector.backend.compile(network, corrector.inputs, path) as engine,
         ):
             measured = compared(corrector.dense, engine)
-        return target_row(prepared, measured, found.repaired, path.name)
+        file = (*corrector.backend.files(path), weights)[0]
+        return target_row(prepared, measured, found.repaired, file.name)

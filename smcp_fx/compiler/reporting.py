@@ -109,15 +109,13 @@ def build_report(
 
 def _files(backend: Backend, settings: CompileSettings) -> dict[str, str]:
     """Return the names of the run's files, by what they are."""
-    return {
-        "dense": "dense.onnx",
-        "pruned": "pruned.onnx",
-        **_weight_files(settings),
-        "report": "report.html",
-        "data": "report.json",
-        **_engine_files(backend, settings),
-        **_float_files(backend, settings),
+    networks = {
+        side if number == 0 else f"{side}{''.join(file.suffixes)}": file.name
+        for side in ("dense", "pruned")
+        for number, file in enumerate(backend.files(settings.folder / f"{side}.onnx"))
     }
+    report = {"report": "report.html", "data": "report.json"}
+    return {**networks, **_weight_files(settings), **report, **_float_files(backend, settings)}
 
 
 def target_row(prepared: PreparedModel, measured: RelativeLatency, accuracy: float, file: str) -> TargetRow:
@@ -223,15 +221,6 @@ def _validation(corrector: Corrector, dense: Side, pruned: Side) -> tuple[Engine
         return tuple(tried)
     first = EngineRow("dense", dense.predicted_ms, dense.latency_ms)
     return (first, *tried, EngineRow("emitted", pruned.predicted_ms, pruned.latency_ms))
-
-
-def _engine_files(backend: Backend, settings: CompileSettings) -> dict[str, str]:
-    """Return the runtime's own files beside the ONNX files: engines and their descriptions."""
-    return {
-        f"{side}{''.join(file.suffixes)}": file.name
-        for side in ("dense", "pruned")
-        for file in backend.files(settings.folder / f"{side}.onnx")[1:]
-    }
 
 
 def _float_files(backend: Backend, settings: CompileSettings) -> dict[str, str]:

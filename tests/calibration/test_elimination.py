@@ -19,6 +19,7 @@ from smcp_fx.calibration.batches import each_batch
 from smcp_fx.calibration.elimination import Elimination
 from smcp_fx.calibration.gathering import first_order
 from smcp_fx.calibration.objective import Objective
+from smcp_fx.calibration.regression import Gram
 from smcp_fx.prepare import trained_graph
 
 SMALL = smcp_fx.PruningConfig(multiple=1)
@@ -214,3 +215,11 @@ def test_groups_that_are_not_known_are_told_and_valued_on_the_scale_of_the_other
     scale = sum(rises[name][6] for name in others) / sum(float(lost[name][:6].sum()) for name in others)
     expected = [scale * float(lost["two"][: 12 - kept].sum()) for kept in range(13)]
     np.testing.assert_allclose(rises["two"], expected, rtol=1e-5, atol=1e-9)
+
+
+def test_the_covariance_of_a_wide_layer_is_made_of_halves() -> None:
+    rows, gram = torch.randn(60, 1, 1100, dtype=torch.float64), Gram()
+    for some in rows.split(25):
+        gram.add(some)
+    wanted = np.cov(rows[:, 0].numpy(), rowvar=False, bias=True)
+    torch.testing.assert_close(gram.covariance()[0], torch.from_numpy(wanted))

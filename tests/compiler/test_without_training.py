@@ -69,6 +69,7 @@ def test_a_curve_without_labels(work: Path, capsys: pytest.CaptureFixture[str]) 
         assert point["flops"] <= point["target"] * report["dense"]["flops"]
         assert (work / "out" / point["file"]).is_file()
     assert [point["file"] for point in curve] == ["pruned-0.9.onnx", "pruned-0.7.onnx", "pruned.onnx"]
+    assert all((work / "out" / file).is_file() for file in report["files"].values())
     assert (work / "out" / "pruned-0.9.safetensors").is_file()
     assert report["agreement"] and not report["calibration"]["labels"] and report["dense"]["accuracy"] == 1
     page = (work / "out" / "report.html").read_text(encoding="utf-8")
@@ -76,6 +77,13 @@ def test_a_curve_without_labels(work: Path, capsys: pytest.CaptureFixture[str]) 
     assert "agreement with the dense network" in page
     assert run("--weights", "good.pth", "--target", "0.8") == 0
     assert not list((work / "out").glob("pruned-*"))  # of the run that this one replaces
+
+
+def test_a_runtime_that_loads_no_file_names_none(work: Path) -> None:
+    assert run(*TRAINED, "--backend", "torch", "--targets", "0.9,0.5") == 0
+    report = report_of(work)
+    assert [point["file"] for point in report["targets"]] == ["pruned-0.9.safetensors", "pruned.safetensors"]
+    assert all((work / "out" / file).is_file() for file in report["files"].values())
 
 
 def test_epochs_follow_what_is_repaired(work: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -18,7 +18,7 @@ from pretrained.torch_pruning_path import Step, torch_pruning
 from torch import Tensor, nn
 
 import smcp_fx
-from smcp_fx.calibration import gather_halfway
+from smcp_fx.calibration import gather_halfway, solve_best
 
 _BATCH, _MULTIPLE = 64, 8
 
@@ -60,7 +60,7 @@ class Setting:
         return self._gathered(self.cost)
 
     def halfway(self, name: str) -> smcp_fx.PreparedModel:
-        """The same (``ours`` or ``by_flops``) gathered again halfway to the target."""
+        """The same (``ours`` or ``by_flops``) gathered again halfway to the target, trusted as `solve_best` does."""
         key = name, self.target
         if key not in self._halfway:
             prepared = copy.deepcopy(getattr(self, name))
@@ -68,6 +68,7 @@ class Setting:
             smallest = (1 + 1e-6) * pruner.smallest_cost()
             pruner.target = max(self.target * pruner.full_cost, smallest)
             gather_halfway(prepared, self.batches, self._loss, outputs=self._kinds)
+            solve_best(prepared, self.batches, self._loss, outputs=self._kinds)
             self._halfway[key] = prepared
         return self._halfway[key]
 

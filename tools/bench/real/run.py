@@ -5,7 +5,7 @@
     PYTHONPATH=tools/bench python -m real.run FOLDER --record RECORD.jsonl --cost "latency 1" --targets 0.8 0.65 0.5
     PYTHONPATH=tools/bench python -m real.run FOLDER --record RECORD.jsonl --worth
 
-All methods see the same images, and none a true label: ours is `smcp_fx.compress` of the images alone, rivals get
+All methods see the same images, and none a true label: ours does as `smcp_fx.compress` of images alone, rivals get
 labels that are drawn from the dense network's predictions. "latency 1" and "latency 16" are ONNX Runtime's for so
 many images (`pretrained/latency.py`). Every run is a line of JSON the moment it is done; a run that the record holds
 is not repeated. `--worth` compares the estimated worth of each group with what narrowing it alone does. Rivals need
@@ -26,12 +26,10 @@ from typing import Any
 import torch
 from pretrained.command import UnavailableError, run_cases, versions
 from pretrained.latency import Stopwatch
-from pretrained.torch_pruning_path import flops
 from records import Record
 from torch import Tensor
 from without_training_methods import METHODS, WIDTHS, Setting
 
-import smcp_fx
 from real.networks import SUBJECTS, Judged, Subject
 from smcp_fx.calibration.elimination import STOPS, Elimination, Order, Refit
 from smcp_fx.calibration.gathering import weigh
@@ -122,11 +120,18 @@ class Prepared:
 
     @cached_property
     def setting(self) -> Setting:
-        """The network and images as the methods take them."""
+        """The network and images as rivals take them, with labels."""
+        return self._setting(self.subject.labels(self._case.seed))
+
+    @cached_property
+    def unlabelled(self) -> Setting:
+        """The same without labels, as ours takes them."""
+        return self._setting(None)
+
+    def _setting(self, labels: Tensor | None) -> Setting:
         subject = self.subject
         cost = "flops" if self.watch is None else self.watch.cost
         example = None if self.watch is None else self.watch.inputs[0]
-        labels = subject.labels(self._case.seed)
         return Setting(
             subject.model, subject.images, labels, self._case.seed, cost, example, subject.batch, subject.loss,
             subject.head,
@@ -134,24 +139,16 @@ class Prepared:
 
     def smaller(self, case: Case) -> tuple[torch.nn.Module, float, float]:
         """A method's network, its share of the cost, and that share's standard error."""
-        self.setting.target = case.target
-        reduce = partial(_compressed if case.method == OURS else METHODS[case.method], self.setting)
+        setting = self.unlabelled if case.method == OURS else self.setting
+        setting.target = case.target
         if self.watch is None:
-            return *reduce(case.target), 0.0
+            return *METHODS[case.method](setting, case.target), 0.0
         aim = self.watch.aim(
-            replace(case, network=self.watch.name), case.method, partial(WIDTHS[case.method], self.setting)
+            replace(case, network=self.watch.name), case.method, partial(WIDTHS[case.method], setting)
         )
-        model, _ = reduce(aim)
+        model, _ = METHODS[case.method](setting, aim)
         measured = self.watch.share(model)
         return model, measured.fraction, measured.error
-
-
-def _compressed(setting: Setting, target: float) -> tuple[torch.nn.Module, float]:
-    """What `smcp_fx.compress` makes of the network and the images alone."""
-    model = smcp_fx.compress(
-        setting.model, setting.images, target=target, cost=setting.cost, outputs="classes"
-    )
-    return model, flops(model, setting.example) / flops(setting.model, setting.example)
 
 
 def worth(prepared: Prepared) -> Iterator[dict[str, Any]]:
