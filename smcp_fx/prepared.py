@@ -19,12 +19,12 @@ from smcp_fx.interface.own_modes import set_own_modes
 from smcp_fx.interface.state_keys import keep_in_state
 from smcp_fx.interface.wrapping import unwrapped, without_wrappers
 from smcp_fx.masking.masks import STATE
+from smcp_fx.model_summary import model_summary, share_of
 from smcp_fx.pruning.pruner import Pruner
 from smcp_fx.pruning.ranks import require_whole
 from smcp_fx.pruning.state import PruningState
 from smcp_fx.regions import Joined, run_by_graphs
 from smcp_fx.schedule import Schedule
-from smcp_fx.summaries import model_summary, share_of
 from smcp_fx.tracing.block_hooks import CalledWithHooks
 from smcp_fx.tracing.call_forms import Form
 from smcp_fx.tracing.copying import deep_copy

@@ -22,7 +22,7 @@ CONTRACTS = {"errors", "config", "cost_model", "schedule", "texts", "output_kind
 VERBS = {
     "analysis",
     "prepare",
-    "summaries",
+    "model_summary",
     "prepared",
     "checkpoint",
     "proof",

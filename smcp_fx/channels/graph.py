@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -36,6 +36,7 @@ from smcp_fx.errors import InputError
 from smcp_fx.texts import table
 from smcp_fx.tracing.operations import operation_of
 from smcp_fx.tracing.traits import Trait, has
+from smcp_fx.tracing.values import LINE
 
 if TYPE_CHECKING:
     import networkx as nx
@@ -131,11 +132,14 @@ class ChannelGraph:
         return self.trail.norms
 
     def __repr__(self) -> str:
-        free = sum(group.free for group in self.groups)
-        return (
-            f"<ChannelGraph: {len(self.groups)} groups, {free} of them free; "
-            f"{self.free_share:.1%} of the input channels may go>"
-        )
+        return f"<ChannelGraph: {len(self.groups)} groups, {self.freedom}>"
+
+    @property
+    def freedom(self) -> str:
+        """How many groups are free, and how many of these have a choice of counts, in words."""
+        free = [len(group.choices) > 1 for group in self.groups if group.free]
+        but = "" if all(free) else f" ({sum(free)} with a choice of counts, in multiples of {self.multiple})"
+        return f"{len(free)} of them free{but}; {self.free_share:.1%} of the input channels are free"
 
     def summary(self) -> str:
         """Return a table of the groups: units, the layers that write and read them, and why they must stay."""
@@ -143,7 +147,7 @@ class ChannelGraph:
             (
                 g.name,
                 str(g.size),
-                *map(_shortened, (g.producers, g.consumers, g.pinned[:1] or ("it may go", *g.limits))),
+                *map(_shortened, (g.producers, g.consumers, g.pinned[:1] or (f"it may go{g.note}",))),
             )
             for g in self.groups
         ]
@@ -203,23 +207,21 @@ class ChannelGraph:
         index = int(self.group_of_unit[unit]) if unit >= 0 else -1
         lines = [f"{head} belongs to group {self.groups[index].name!r}." if index >= 0 else f"{head}:"]
         if reasons:
-            lines.append("It must stay:")
-            lines += [f"  - {reason.text} (at {reason.node!r})" for reason in reasons]
+            told = (f"  - {self.trail.told(reason)}" for reason in reasons)
+            lines += ["It must stay:", *told, "With it stay:"]
         else:
-            lines.append("It is free. With it go:")
+            lines.append(f"It is free{self.groups[index].note if index >= 0 else ''}. With it go:")
         for path, where, positions in self._slots_of(unit):
             shown = ", ".join(map(str, positions[:6])) + (", ..." if len(positions) > 6 else "")
             lines.append(f"  - {where}put channel{'s' * (len(positions) > 1)} {shown} of {path!r}")
         return "\n".join(lines)
 
-    def _slots_of(self, unit: int) -> list[tuple[str, str, list[int]]]:
-        found = []
+    def _slots_of(self, unit: int) -> Iterator[tuple[str, str, list[int]]]:
         for layer in self.layers:
             for where, labels in (("in", layer.input_channels), ("out", layer.output_channels)):
                 positions = (self.units.of(labels) == unit).nonzero().flatten().tolist()
                 if positions:
-                    found.append((layer.path, where, positions))
-        return found
+                    yield layer.path, where, positions
 
     @functools.cached_property
     def graph(self) -> nx.DiGraph[Any]:
@@ -266,6 +268,8 @@ def build(
         fruitless += 1  # another reshape may tie the same channels
         if _pinned(newer, found) < _pinned(trail, units):
             trail, units, fruitless = newer, found, 0
+    reasons = {reason.node for reason in units.why.texts}
+    trail.lines = {n.name: n.meta[LINE] for n in module.graph.nodes if n.name in reasons and LINE in n.meta}
     return ChannelGraph(trail, units, multiple)
 
 
@@ -283,9 +287,7 @@ def _reshapes(module: fx.GraphModule, name: str) -> bool:
 
 
 def _propagated(asked: _Asked, values: dict[str, Any], other: dict[str, Any] | None) -> tuple[Trail, Units]:
-    def run(turned: set[str]) -> tuple[Trail, Units]:
-        return _closed(asked, values, other, turned)
-
+    run = functools.partial(_closed, asked, values, other)
     turned: set[str] = set()
     trail, units = run(turned)
     while chained := _chained(trail, units):

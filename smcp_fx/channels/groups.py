@@ -43,6 +43,13 @@ class Group:
         return not self.pinned
 
     @property
+    def note(self) -> str:
+        """In brackets, why it has fewer choices: the user's limits, or the multiple that leaves the full size."""
+        whole = self.free and self.size > 1 and len(self.permitted) == 1
+        reasons = (*self.limits, *("the multiple leaves no other count",) * whole)
+        return f" ({', '.join(reasons)})" if reasons else ""
+
+    @property
     def choices(self) -> tuple[int, ...]:
         """The counts among which a solve chooses."""
         return self.limited or self.permitted

@@ -7,6 +7,7 @@ rule pins what it touches. The rules are in `rules_*.py`, each a function ``rule
 
 from __future__ import annotations
 
+import logging
 import math
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable
@@ -40,6 +41,7 @@ from smcp_fx.tracing.values import OPAQUE, ORIGIN, PASSED_ON, TensorInfo, held
 
 Rule = Callable[["Propagation", Call], Any]
 
+_LOG = logging.getLogger("smcp_fx.channels")
 #: How the reason begins if an operation is called in a form that its rule does not handle.
 UNFIT = "no channel rule fits this form of"
 #: Rules that label tensors of one value themselves, from the other operands.
@@ -64,6 +66,7 @@ class Propagation:
         self.sizes = Sizes(module, values, other or {})
         self.mixed_up = mixed_up  # reshapes that read positions as channels
         self.trail = Trail(turned=frozenset(turned))
+        self.node = ""  # the node being executed
         self.blind = False  # Did a rule pin channels because it could not see ties that come later?
         self._asked: Counter[str] = Counter()
         self._alone: list[tuple[int, int]] = []  # ranges of labels of parameters outside layers
@@ -95,6 +98,7 @@ class Propagation:
 
     def reason(self, node: str, why: str, kind: str = "") -> int:
         """Register a reason and return its index."""
+        _LOG.debug("%s: %s", node, why, stack_info=True)
         self.trail.reasons.append(Reason(node, why, kind))
         return len(self.trail.reasons) - 1
 
@@ -116,7 +120,7 @@ class Propagation:
             single = torch.unique((pairs.amin(0) << 32) | pairs.amax(0))
             pairs = torch.stack([single >> 32, single & 0xFFFFFFFF])
         if pairs.numel():
-            self.trail.ties.append(pairs)
+            self.trail.ties.append((pairs, self.node))
         self.trail.pins += pins
 
     def tie_along(self, labels: Tensor, dim: int) -> Tensor:
@@ -240,6 +244,7 @@ class Propagation:
     def run(self) -> Trail:
         """Execute every node and return the trail."""
         for node in self.module.graph.nodes:
+            self.node = node.name
             self.trail.labels[node.name] = self._execute(node)
         for name, made in self.trail.labels.items():
             if isinstance(made, MadeRef):
@@ -307,12 +312,12 @@ class Propagation:
             result = rule(self, call)
         except Exception as error:  # the rule was not written for this form, and may fail anywhere
             said = (str(error).strip().splitlines() or [type(error).__name__])[0]
-            return self.unknown(call, f"{UNFIT} {call.name!r} ({said})")
+            return self.unknown(call, f"{UNFIT} {call.shown!r} ({said})")
         leaves = leaves_of(result)
         shapes = [tuple(leaf.shape) for leaf in leaves if isinstance(leaf, (Tensor, ConstantRef, MadeRef))]
         expected = [leaf.shape for leaf in leaves_of(call.value) if isinstance(leaf, TensorInfo)]
         if shapes != expected:
-            return self.unknown(call, f"{UNFIT} {call.name!r} (labels of shapes {shapes}, not {expected})")
+            return self.unknown(call, f"{UNFIT} {call.shown!r} (labels of shapes {shapes}, not {expected})")
         return result
 
     def _made_tensor(self, node: fx.Node, value: Any) -> Any:

@@ -182,7 +182,7 @@ def triangle(run: Propagation, call: Call) -> Any:
 
 def one_hot(run: Propagation, call: Call) -> Any:
     """Ones at computed places. The places stay."""
-    run.pin(run.of(call.args[0]), call.node.name, f"channels are mixed by {call.name!r}")
+    run.pin(run.of(call.args[0]), call.node.name, f"channels are mixed by {call.shown!r}")
     return constant(run, call)
 
 

@@ -156,7 +156,7 @@ def _record_mix(
         only = tuple(dim if i == d else () for i, dim in enumerate(parts))
         labels = narrow_uniform(_plane(only, slots, kind))
         if form is None or len(mixed) > 1:
-            run.pin(labels, call.node.name, f"channels are mixed by {name!r}")
+            run.pin(labels, call.node.name, f"channels are mixed by {call.shown!r}")
         else:
             run.trail.mixes.append(Mix(call.node.name, operand, labels, form, options))
 
@@ -220,7 +220,7 @@ def statistic(run: Propagation, call: Call) -> Any:
     kinds = {part.kind for dim in parts for part in dim} & slots.keys()
     if kinds:
         return _plane(parts, slots, kinds.pop())
-    made = f"made of all channels by {call.name!r} (at {call.node.name!r})"
+    made = f"made of all channels by {call.shown!r} (at {call.node.name!r})"
     return run.filled(call.value, run.fixed(call.node.name, made))
 
 

@@ -63,7 +63,7 @@ def move(run: Propagation, call: Call) -> Any:
     unknown = [t for t in tensor_leaves((call.args[1:], call.kwargs)) if not isinstance(t, ConstantRef)]
     shaped_as = call.name in ("expandas", "viewas", "reshapeas")  # only the shape of the other tensor matters
     if isinstance(call.args[0], Tensor) and len(unknown) > int(shaped_as):
-        return run.unknown(call, f"{call.name!r} by a tensor whose values are not known")
+        return run.unknown(call, f"{call.shown!r} by a tensor whose values are not known")
     if isinstance(call.args[0], ConstantRef) and is_index(call.node):
         known = execute(call, *known_values((call.args, call.kwargs)))
         return ConstantRef(f"{call.args[0].name} of {call.node.name}", tuple(known.shape), known)
@@ -85,7 +85,7 @@ def move(run: Propagation, call: Call) -> Any:
         return source[args[1]] if call.name == "getitem" else run.unknown(call)
     result = mapped(lambda t: compact(t) if isinstance(t, Tensor) else t, _executed(call, args, kwargs))
     if any(_hides_channels(call, source, part) for part in leaves_of(result)):
-        return run.unknown(call, f"{call.name!r} gives a tensor without elements")
+        return run.unknown(call, f"{call.shown!r} gives a tensor without elements")
     # Their sizes come from the other tensor.
     if call.name in ("reshapeas", "viewas") and isinstance(result, Tensor):
         both = {*varied_dims(result), *varied_dims(args[1])}

@@ -19,7 +19,7 @@ def transform(run: Propagation, call: Call) -> Any:
     dims = _transformed(call, labels.dim())
     uniform = tie_mixed(run, call, labels, dims)
     if uniform is None:
-        return run.unknown(call, f"channels are mixed by {call.name!r}")
+        return run.unknown(call, f"channels are mixed by {call.shown!r}")
     for dim in dims:
         uniform = uniform.narrow(dim, 0, 1)
     return like(call, uniform)

@@ -104,7 +104,7 @@ def pin_in_batch(run: Propagation, call: Call, labels: Tensor, operand: int = 0)
     source = call.node.args[operand] if len(call.node.args) > operand else None
     if isinstance(source, fx.Node) and any(run.sizes.follow_input(source, dim) for dim in run.varied(labels)):
         run.pin(
-            labels, call.node.name, f"channels that {call.name!r} mixes lie along the batch, or along space"
+            labels, call.node.name, f"channels that {call.shown!r} mixes lie along the batch, or along space"
         )
 
 
@@ -132,7 +132,7 @@ def neighbours(run: Propagation, call: Call) -> Any:
     labels = run.of(call.argument(0, "input"))
     varied = run.varied(labels)
     if varied != [1]:
-        return labels if not varied else run.unknown(call, f"channels are mixed by {call.name!r}")
+        return labels if not varied else run.unknown(call, f"channels are mixed by {call.shown!r}")
     return at_full_width(run, call, labels, 1)
 
 
@@ -154,7 +154,7 @@ def reduction(run: Propagation, call: Call) -> Any:
     if reduced_labels is None:
         form = form_of(call)
         if form is None:
-            return run.unknown(call, f"channels are mixed by {call.name!r}")
+            return run.unknown(call, f"channels are mixed by {call.shown!r}")
         options = (tuple(sorted(reduced)), correction(call)) if form == "spread" else ()
         record_mix(run, call, labels, form, options=options)
         reduced_labels = uniform(_made_of_channels(run, call), tuple(labels.shape))
@@ -167,7 +167,7 @@ def reduction(run: Propagation, call: Call) -> Any:
 
 
 def _made_of_channels(run: Propagation, call: Call) -> int:
-    return run.fixed(call.node.name, f"made of all channels by {call.name!r} (at {call.node.name!r})")
+    return run.fixed(call.node.name, f"made of all channels by {call.shown!r} (at {call.node.name!r})")
 
 
 def form_of(call: Call) -> str | None:
@@ -212,7 +212,7 @@ def cosine_similarity(run: Propagation, call: Call) -> Any:
             record_mix(run, call, labels, "zero", operand)
         return uniform(_made_of_channels(run, call), call.shape)
     if None in mixed or sides[0].shape != sides[1].shape:
-        return run.unknown(call, f"channels are mixed by {call.name!r}")
+        return run.unknown(call, f"channels are mixed by {call.shown!r}")
     merged = bring_together(run, call, [one for one in mixed if one is not None], tuple(sides[0].shape))
     return like(call, merged.select(dim, 0))
 
@@ -252,7 +252,7 @@ def softmax(run: Propagation, call: Call) -> Any:
         call.name or "", _FORMS.get(call.name or "")
     )
     if form is None or not told or call.kwargs.get("out") is not None:
-        return run.unknown(call, f"channels are mixed by {call.name!r}")
+        return run.unknown(call, f"channels are mixed by {call.shown!r}")
     channels = channel_labels(run, labels, axis)
     record_mix(run, call, place(channels, tuple(labels.shape), axis), form)
     return like(call, place(renamed(run, call, channels), tuple(labels.shape), axis))
@@ -264,7 +264,7 @@ def ranked(run: Propagation, call: Call) -> Any:
     dim = int(call.argument(2 if call.name == "topk" else 1, "dim", -1)) % labels.dim()
     mixed = tie_mixed(run, call, labels, {dim})
     return (
-        run.unknown(call, f"channels are mixed by {call.name!r}")
+        run.unknown(call, f"channels are mixed by {call.shown!r}")
         if mixed is None
         else like(call, mixed.narrow(dim, 0, 1))
     )
@@ -276,9 +276,9 @@ def gathered(run: Propagation, call: Call) -> Any:
     dim = int(dim) % labels.dim()
     mixed = tie_mixed(run, call, labels, {dim})
     if mixed is None or len(index.shape) != labels.dim():
-        return run.unknown(call, f"channels are mixed by {call.name!r}")
+        return run.unknown(call, f"channels are mixed by {call.shown!r}")
     if any(index.shape[d] != labels.shape[d] for d in run.varied(mixed)):
-        return run.unknown(call, f"{call.name!r} reads some of the channels")
+        return run.unknown(call, f"{call.shown!r} reads some of the channels")
     # Of other dimensions, the first.
     read = mixed.narrow(dim, 0, 1)[tuple(slice(size) for size in index.shape)]
     shape = tuple(index.shape)

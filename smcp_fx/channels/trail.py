@@ -97,6 +97,11 @@ class Call:
         return next(v.shape for v in leaves_of(self.value) if isinstance(v, TensorInfo))
 
     @property
+    def shown(self) -> str:
+        """The operation in messages: a module's class, or the name by which the network calls it."""
+        return type(self.module).__name__ if self.module is not None else readable_name(self.node)
+
+    @property
     def unknown(self) -> str:
         """Why the channels stay if the operation has no rule."""
         if isinstance(self.module, torch.jit.ScriptModule):
@@ -241,9 +246,11 @@ class Trail:
     """The result of a propagation."""
 
     labels: dict[str, Any] = field(default_factory=dict)  # node name -> pytree of label tensors and values
-    ties: list[Tensor] = field(default_factory=list)  # each [2, n]
+    ties: list[tuple[Tensor, str]] = field(default_factory=list)  # pairs of labels [2, n], their node
     pins: list[tuple[Tensor, int]] = field(default_factory=list)  # labels, index of reason
     reasons: list[Reason] = field(default_factory=list)
+    #: Nodes with a reason -> the line of the model's code that calls them, where it is known.
+    lines: dict[str, str] = field(default_factory=dict)
     spread: list[Spread] = field(default_factory=list)
     slots: dict[str, dict[int, Tensor]] = field(default_factory=dict)  # parameter -> dim -> labels
     elements: dict[str, Tensor] = field(default_factory=dict)  # parameter -> labels of its shape
@@ -284,6 +291,11 @@ class Trail:
     #: (node, n-th request of it) -> the first label, and how many.
     origins: dict[tuple[str, int], tuple[int, int]] = field(default_factory=dict)
     count: int = 1  # labels handed out, 0 unused
+
+    def told(self, reason: Reason) -> str:
+        """A reason with its node, and the line of the model's code, if known."""
+        line = f" in {self.lines[reason.node]}" if reason.node in self.lines else ""
+        return f"{reason.text} (at {reason.node!r}{line})" if reason.node else reason.text
 
 
 def tensor_leaves(tree: Any) -> list[Tensor | ParameterRef]:

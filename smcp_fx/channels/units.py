@@ -7,6 +7,7 @@ the dimension that still varies, or pinned if it has size 1 there.
 
 from __future__ import annotations
 
+import bisect
 import functools
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -94,61 +95,78 @@ class Units:
 
 def close(trail: Trail) -> Units:
     """Close the ties, make every tensor rectangular, and collect what pins each unit."""
-    pairs = list(trail.ties)
+    ties = list(trail.ties)
     pins = list(trail.pins)
-    tensors, elements = _tensors(trail), _varied(trail.elements.values())
+    spreads = [(trail.reasons[spread.reason].node, spread) for spread in trail.spread]
+    tensors = _varied([*_labelled(trail), *((name, spread.merged) for name, spread in spreads)])
+    elements = _varied(trail.elements.items())
     nothing = Why([], [], [])
-    units = Units(_components(pairs, trail.count), nothing)
+    units = Units(_components(ties, trail.count), nothing)
     while True:
-        extra: list[Tensor] = []
-        for labels in tensors:
-            extra += _rectangular(labels, units, pins)
+        extra = [(pairs, name) for name, la in tensors for pairs in _rectangular(la, units, pins)]
         if not extra:
-            extra += [pairs for spread in trail.spread for pairs in _follow(spread, units, pins)]
+            extra = [(pairs, name) for name, spread in spreads for pairs in _follow(spread, units, pins)]
         if not extra:  # last, once the other operands are tied
-            extra += [pairs for labels in elements for pairs in _rectangular(labels, units, pins, alone=True)]
+            extra = [(pairs, name) for name, la in elements for pairs in _rectangular(la, units, pins, True)]
         if not extra:
             break
-        pairs += extra
-        units = Units(_components(pairs, trail.count), nothing)
+        ties += extra
+        units = Units(_components(ties, trail.count), nothing)
     pins += [(spread.operand, spread.reason) for spread in trail.spread if _stays(spread, units)]
-    trail.ties = pairs
+    trail.ties = ties
     texts = list(trail.reasons)
     kept = [torch.unique(units.unit[labels[labels > 0]]) for labels, _ in pins]
     reasons = [reason for _, reason in pins]
+    emptied: dict[int, tuple[str, Tensor]] = {}  # for each unit a tensor, of several channels if one is
     for name, labels in _whole(trail):
         known = units.of(labels)
-        if known.numel() and not varied_dims(known):
-            unit = known[(0,) * known.dim()]
-            if int(unit) >= 0:
-                kept.append(unit.reshape(1))
-                reasons.append(len(texts))
-                together = torch.unique(narrow_uniform(labels)).numel()
-                all_of_it = f": all its {together} channels go together" if together > 1 else ""
-                texts.append(Reason(name, f"removing it would leave {name!r} empty{all_of_it}", EMPTY))
+        if known.numel() and not varied_dims(known) and (unit := int(known[(0,) * known.dim()])) >= 0:
+            own = torch.unique(narrow_uniform(labels))
+            if unit not in emptied or emptied[unit][1].numel() == 1 < own.numel():
+                emptied[unit] = name, own
+    kept += [torch.tensor([unit]) for unit in emptied]
+    reasons += range(len(texts), len(texts) + len(emptied))
+    texts += [_empty(name, own, ties, units) for name, own in emptied.values()]
     return Units(units.unit, Why(kept, reasons, texts))
 
 
-def _components(pairs: list[Tensor], count: int) -> Tensor:
-    if not pairs:
+def _empty(name: str, labels: Tensor, ties: list[tuple[Tensor, str]], units: Units) -> Reason:
+    """The reason of a tensor's only unit: of several labels, with the nodes that tied the first two, and all."""
+    text = f"removing it would leave {name!r} empty"
+    if labels.numel() == 1:
+        return Reason(name, text, EMPTY)
+    inside = [(pairs[:, units.unit[pairs[0]] == units.unit[labels[0]]], node) for pairs, node in ties]
+
+    def parts(count: int) -> int:
+        return len(torch.unique(_components(inside[:count], units.unit.numel())[labels]))
+
+    first, last = (
+        inside[bisect.bisect_left(range(1, len(inside)), True, key=lambda count: parts(count) <= few)][1]
+        for few in (labels.numel() - 1, 1)
+    )
+    tied = f"at {first!r}" if first == last else f"from {first!r} to {last!r}"
+    return Reason(first, f"{text}: all its {labels.numel()} channels go together, tied {tied}", EMPTY)
+
+
+def _components(ties: list[tuple[Tensor, str]], count: int) -> Tensor:
+    if not ties:
         return torch.arange(count)
     from scipy.sparse import coo_matrix
     from scipy.sparse.csgraph import connected_components
 
-    left, right = torch.cat(pairs, dim=1).numpy()
+    left, right = torch.cat([pairs for pairs, _ in ties], dim=1).numpy()
     matrix = coo_matrix(([True] * len(left), (left, right)), shape=(count, count))
     return torch.from_numpy(connected_components(matrix, directed=False)[1]).to(torch.int64)
 
 
-def _tensors(trail: Trail) -> list[Tensor]:
-    """Every label tensor that must be rectangular, without parameters used as tensors."""
-    trees = (tree for name, tree in trail.labels.items() if name not in trail.virtual)
-    values = (labels for tree in trees for labels in leaves_of(tree) if isinstance(labels, Tensor))
-    return _varied((*values, *(spread.merged for spread in trail.spread)))
+def _labelled(trail: Trail) -> list[tuple[str, Tensor]]:
+    """Every label tensor that must be rectangular, with its node, without parameters used as tensors."""
+    trees = ((name, tree) for name, tree in trail.labels.items() if name not in trail.virtual)
+    return [(name, la) for name, tree in trees for la in leaves_of(tree) if isinstance(la, Tensor)]
 
 
-def _varied(tensors: Iterable[Tensor]) -> list[Tensor]:
-    return list({id(labels): labels for labels in tensors if len(varied_dims(labels)) > 1}.values())
+def _varied(tensors: Iterable[tuple[str, Tensor]]) -> list[tuple[str, Tensor]]:
+    return list({id(la): (name, la) for name, la in tensors if len(varied_dims(la)) > 1}.values())
 
 
 def _rectangular(
@@ -213,12 +231,5 @@ def _bind(left: Tensor, right: Tensor, units: Units, pins: list[tuple[Tensor, in
 
 def _whole(trail: Trail) -> list[tuple[str, Tensor]]:
     """Tensors and parameter dimensions that must not become empty: no single unit may cover one completely."""
-    found = [
-        (name, labels)
-        for name, tree in trail.labels.items()
-        if name not in trail.virtual
-        for labels in leaves_of(tree)
-        if isinstance(labels, Tensor)
-    ]
-    found += [(name, labels) for name, slots in trail.slots.items() for labels in slots.values()]
-    return found + list(trail.elements.items())
+    found = [(name, labels) for name, slots in trail.slots.items() for labels in slots.values()]
+    return [*_labelled(trail), *found, *trail.elements.items()]

@@ -20,6 +20,7 @@ from smcp_fx.config import PruningConfig
 from smcp_fx.latency.cost import latency_of
 from smcp_fx.latency.filling import MeasureReport
 from smcp_fx.latency.network import NetworkLatency
+from smcp_fx.model_summary import kept_widths
 from smcp_fx.prepare import PreparedModel
 from smcp_fx.pruning.pruner import Pruner
 from smcp_fx.report.schema import (
@@ -34,7 +35,6 @@ from smcp_fx.report.schema import (
     TableFacts,
     TargetRow,
 )
-from smcp_fx.summaries import kept_widths
 from smcp_fx.training import Epoch
 from smcp_fx.zoo.data import ImageData
 from smcp_fx.zoo.models import FittedModel

@@ -78,6 +78,7 @@ def describe(inspection: Inspection) -> dict[str, Any]:
         "regions": list(inspection.regions),
         "untraced": dict(inspection.untraced),
         "free_share": channels.free_share,
+        "freedom": channels.freedom,
         "layers": [layer_record(channels, layer) for layer in unique_layers(channels)],
         "groups": [group_record(group) for group in channels.groups],
         "pinned": [

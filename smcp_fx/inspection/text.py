@@ -52,13 +52,11 @@ def overview(inspection: Inspection, depth: int | None = None) -> Lines:
     ``depth``: levels of the module tree to show; by default as many as fit `READABLE_LINES`.
     """
     channels = inspection.channels
-    free = [group for group in channels.groups if group.free]
     shapes = ", ".join("x".join(map(str, shape)) for shape in inspection.inputs)
     head = Text(inspection.name, style="bold")
     head.append(
         f"  traced with {shapes}\n{len(unique_layers(channels))} convolutions and linears; "
-        f"{len(channels.groups)} groups of channels, {len(free)} of them free; "
-        f"{channels.free_share:.1%} of the input channels may be pruned",
+        f"{len(channels.groups)} groups of channels, {channels.freedom}",
         style="not bold",
     )
     if inspection.regions:
@@ -112,7 +110,7 @@ def _group_line(group: Group) -> Text:
     line = Text(name, style="cyan" if group.free else "dim")
     line.append(f"  {group.size} unit{'s' * (group.size > 1)}", style="default")
     if group.free:
-        line.append(f", may keep {counts(group.choices)}{_limits(group)}", style="default")
+        line.append(f", may keep {counts(group.choices)}{group.note}", style="default")
     else:
         line.append(f", must stay: {'; '.join(group.pinned)}", style="yellow")
     others = [path for path in group.producers if path != home]
@@ -122,10 +120,6 @@ def _group_line(group: Group) -> Text:
     if readers:
         line.append(f"; read by {names(readers)}", style="dim")
     return line
-
-
-def _limits(group: Group) -> str:
-    return f" ({', '.join(group.limits)})" if group.limits else ""
 
 
 def _sum(groups: Sequence[Group]) -> str:
@@ -149,17 +143,15 @@ def group_text(channels: ChannelGraph, name: str) -> Text:
     """Return everything about one group; `InputError` for an unknown name."""
     group = channels[name]
     text = Text(group.name, style="bold")
-    text.append(f"\n{group.size} units", style="not bold")
+    text.append(f"\n{group.size} unit{'s' * (group.size > 1)}", style="not bold")
     if group.free:
-        text.append(
-            f", free; may keep {', '.join(map(str, group.choices))}{_limits(group)}", style="not bold"
-        )
+        text.append(f", free; may keep {', '.join(map(str, group.choices))}{group.note}", style="not bold")
     else:
         text.append("; must stay:", style="not bold")
         units = set(group.units.tolist())
         reasons = {reason for unit in units for reason in channels.units.why.get(unit)}
-        for node, why, _ in sorted(reasons):
-            text.append(f"\n  - {why}" + (f" (at {node!r})" if node else ""), style="yellow")
+        for reason in sorted(reasons):
+            text.append(f"\n  - {channels.trail.told(reason)}", style="yellow")
     for title, side, what in (("written by", "out", "output"), ("read by", "in", "input")):
         members = [(path, n) for (path, where), n in group.channels.items() if where == side]
         if members:

@@ -19,6 +19,7 @@ from torch.fx.proxy import Proxy
 from torch.utils import _pytree as pytree
 
 from smcp_fx.errors import TraceError
+from smcp_fx.tracing.values import LINE
 
 #: In a node's meta: the frame that made it, and when.
 FRAME = "smcp_frame"
@@ -134,7 +135,7 @@ def drop_marks(graph: fx.Graph) -> None:
 
 def made_beside(node: fx.Node, made: fx.Node) -> None:
     """Treat ``made`` in a finished trace as if ``node``'s frame had made it at that time."""
-    made.meta |= {key: node.meta[key] for key in (FRAME, "nn_module_stack") if key in node.meta}
+    made.meta |= {key: node.meta[key] for key in (FRAME, LINE, "nn_module_stack") if key in node.meta}
 
 
 def returned_instead(reader: fx.Node, given: fx.Node, other: fx.Node) -> None:

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import operator
-import traceback
+import os
+import sys
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import torch
 from torch import fx
 
+from smcp_fx.tracing.frames import in_library
 from smcp_fx.tracing.mode_reads import unmarked
 
 INFIX = {
@@ -74,9 +77,11 @@ def is_ours(filename: str) -> bool:
     return path.parent == Path(__file__).parent or Path(torch.__file__).parent in path.parents
 
 
-def asking_line() -> str:
-    """The line of the model's code that asked."""
-    for frame in reversed(traceback.extract_stack()):
-        if not is_ours(frame.filename):
-            return f"{Path(frame.filename).name}, line {frame.lineno}"
-    return "unknown place"
+def asking_line(otherwise: str = "unknown place") -> str:
+    """The line of the model's code that asks or calls; ``otherwise`` where torch's own containers do."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code is not fx.Tracer.trace.__code__:
+        if not in_library(frame):
+            return f"{os.path.basename(frame.f_code.co_filename)}, line {frame.f_lineno}"
+        frame = frame.f_back
+    return otherwise

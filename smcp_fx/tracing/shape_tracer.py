@@ -41,7 +41,7 @@ from smcp_fx.tracing.questions import asks_if_finite, drop_constant_questions, r
 from smcp_fx.tracing.rewrites import by_position
 from smcp_fx.tracing.seen_through import seen_through
 from smcp_fx.tracing.sentences import AGAIN, TAKEN, asking_line, express
-from smcp_fx.tracing.values import plain_lists
+from smcp_fx.tracing.values import LINE, plain_lists
 from smcp_fx.tracing.writes import functional_writes, own_constants
 
 
@@ -121,6 +121,8 @@ class ShapeTracer(fx.Tracer):
         node = super().create_node(*args, **kwargs)
         self._order[node] = len(self._order)
         self.log.note(node)
+        if not self.log.closed and (line := asking_line("")):
+            node.meta[LINE] = line
         return node
 
     def create_args_for_root(self, root_fn: Any, is_module: bool, concrete_args: Any = None) -> Any:

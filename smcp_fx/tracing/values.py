@@ -19,6 +19,8 @@ PASSED_ON = "smcp_passed_on"
 OPAQUE = "smcp_opaque"
 #: On nodes that read weights without gradients: why the channels of layers among them stay.
 FROZEN = "smcp_frozen"
+#: On a call: the line of the model's code that makes it.
+LINE = "smcp_line"
 #: On an operation: it runs with `torch.autocast` switched off.
 NO_AUTOCAST = "smcp_no_autocast"
 

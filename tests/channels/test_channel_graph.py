@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import inspect
 import io
 
-import models_shapes  # noqa: F401  (registers its networks)
+import models_movement  # noqa: F401  (registers its networks)
+import models_shapes  # noqa: F401
 import pytest
 import torch
 import torch.nn.functional as F
@@ -134,6 +136,49 @@ def test_explanations() -> None:
         graph.explain("nowhere", 0)
     with pytest.raises(InputError, match="has 14 input channels; 14 is not one"):
         graph.explain("out", 14, "in")
+
+
+def sums_along_channels(s: nn.Module, h: Tensor) -> Tensor:
+    y = h.clone()
+    for i in range(1, 8):
+        y[:, i] = y[:, i - 1] + h[:, i]
+    return y
+
+
+def test_channels_tied_into_one_unit_name_the_nodes_that_tie_them() -> None:
+    """One reason with the line of the model's code, instead of every tensor that would be empty."""
+    text = graph_of(between(sums_along_channels)).explain("stem", 2)
+    line = inspect.getsourcelines(sums_along_channels)[1] + 3
+    tied = "leave 'stem' empty: all its 8 channels go together, tied from 'add' to 'add_6'"
+    assert f"{tied} (at 'add' in test_channel_graph.py, line {line})\nWith it stay:\n" in text
+    assert text.count("empty") == 1
+    grouped = next(case for case in AWKWARD if case.name == "shuffle_between_grouped").build()
+    assert "tied from 'one' to 'two' (at 'one' in" in graph_of(grouped).explain("one", 0)
+    both = graph_of(between(lambda s, h: h + h.flip(1), 2)).explain("stem", 0)
+    assert "all its 2 channels go together, tied at 'add' (at 'add' in" in both
+
+
+def test_reasons_name_operations_as_the_network_calls_them_and_are_logged_with_their_rule(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    with caplog.at_level("DEBUG", "smcp_fx.channels"):
+        graph = graph_of(between(lambda s, h: torch.fft.rfft(h, dim=1).abs(), 8, 5))
+    assert graph["stem"].pinned == ("channels are mixed by 'fft_rfft'",)
+    found = [record for record in caplog.records if "mixed by" in record.message]
+    assert found and all("rules_spectra.py" in str(record.stack_info) for record in found)
+
+
+def test_groups_that_the_multiple_leaves_no_choice_are_told_apart() -> None:
+    def some(s: nn.Module, h: Tensor) -> Tensor:
+        return h[:, [3, 1, 5, 0, 2, 7, 3]]
+
+    graph = graph_of(between(some, 8, 7), multiple=8)
+    assert "3 of them free (0 with a choice of counts, in multiples of 8); 100.0%" in repr(graph)
+    assert "It is free (the multiple leaves no other count). With it go:" in graph.explain("stem", 2)
+    assert "it may go (the multiple leaves no other count)" in graph.summary()
+    free = graph_of(between(some, 8, 7))
+    assert "3 of them free (2 with a choice of counts, in multiples of 1); 100.0%" in repr(free)
+    assert "choice" not in repr(graph_of(concat_of_two()))
 
 
 def test_unknown_groups_are_named() -> None:

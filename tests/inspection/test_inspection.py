@@ -166,7 +166,7 @@ def test_tree_names_groups_members_counts_and_reasons(
     assert "traced with 2x3x8x8" in out
     assert "4 convolutions and linears; 5 groups of channels, 1 of them free" in out
     # of the body's 16 + 32 and the head's 16 input channels 32 are free: the stream is multiplied up
-    assert "50.0% of the input channels may be pruned" in out
+    assert "50.0% of the input channels are free" in out
     body = out.index("body\n")
     line = next(line for line in out[body:].splitlines()[1:])
     assert "0  32 units, may keep 8, 16, 24, 32; read by body.2" in line

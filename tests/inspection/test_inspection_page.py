@@ -38,7 +38,11 @@ def test_page_holds_every_group_and_layer(told: dict[str, Any]) -> None:
     assert {layer["path"] for layer in told["layers"]} <= rows
     finest = [a for a in page.having("lane") if "data-groups" in a][-len(told["groups"]) :]
     assert sorted(int(a["data-groups"]) for a in finest) == list(range(len(told["groups"])))
-    assert "100% of the input channels may be pruned" in page.text
+    free = sum(not group["pinned"] for group in told["groups"])
+    assert (
+        f"{len(told['groups'])} groups, {free} of them free; 100.0% of the input channels are free"
+        in page.text
+    )
     assert "reaches the network's output" in page.text
 
 
