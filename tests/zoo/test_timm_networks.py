@@ -8,6 +8,8 @@ import pytest
 import timm
 import torch
 from models import check_slicing, without_repeats
+from timm.models.ghostnet import GhostNet
+from timm.models.repghost import RepGhostNet
 
 # (model, pixels a side, share of input channels that is free)
 NETWORKS: list[tuple[str, int, float]] = [
@@ -35,15 +37,22 @@ SMALL: dict[str, dict[str, Any]] = {
     "skresnet18": {"layers": [1, 1, 1, 1], "channels": (32, 64, 128, 256)},
     "resnest14d": {"channels": (32, 64, 128, 256)},
     "nf_resnet26": {"depths": (1, 1, 1, 1), "channels": (64, 128, 256, 512)},
-    "resnetv2_50d_evos": {"layers": [1, 1, 1, 1]},
+    "resnetv2_50d_evos": {"layers": [1, 1, 1, 1], "channels": (128, 256, 512, 1024)},
     "convnext_atto": {"depths": (1, 1, 2, 1)},
     "levit_conv_128s": {"depth": (1, 1, 1), "img_size": 128},
     "vit_tiny_patch16_224": {"depth": 2, "img_size": 64},
 }
+#: A block of each stage of both (kernel, inside, outputs, share of the excitation, stride), of one stage two.
+STAGES = [[[3, 16, 16, 0, 1]], [[3, 48, 24, 0, 2]], [[5, 72, 40, 0.25, 2]], [[3, 240, 80, 0, 2], [3, 184, 80, 0, 1]],
+          [[5, 672, 160, 0.25, 2]]]  # fmt: skip
+GHOSTS: dict[str, Any] = {"ghostnet_050": GhostNet, "repghostnet_050": RepGhostNet}
 
 
 @pytest.mark.parametrize(("name", "side", "free"), NETWORKS, ids=[name for name, *_ in NETWORKS])
 def test_slicing_is_exact(name: str, side: int, free: float) -> None:
-    model = without_repeats(timm.create_model(name, **SMALL.get(name, {})))
+    made = (
+        GHOSTS[name](STAGES, width=0.5) if name in GHOSTS else timm.create_model(name, **SMALL.get(name, {}))
+    )
+    model = without_repeats(made)
     prepared = check_slicing(model, (torch.randn(2, 3, side, side),), share=0.7)
     assert prepared.channels.free_share == pytest.approx(free, abs=1e-3)
