@@ -12,6 +12,7 @@ from models import Net, Residual, between, chain, conv, conv_bn, free_parameter,
 from models_attention import channels_attend_to_channels, channels_attend_to_fewer
 from models_generated import hypernetwork_of_two_layers, linear_of_each_image
 from models_products import TOKENS, attention_of_one_head, attention_of_torch_with_one_head
+from thin_networks import thin_shufflenet
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
@@ -127,10 +128,6 @@ def test_small_networks(name: str) -> None:
     check(SMALL[name](), torch.randn(2, 3, 8, 8), range(4))
 
 
-def thin_shufflenet() -> nn.Module:
-    return models.ShuffleNetV2([2, 3, 2], [24, 48, 96, 192, 1024], 10)
-
-
 @pytest.mark.parametrize(
     "build", [models.resnet18, models.mobilenet_v3_small, thin_shufflenet, models.squeezenet1_1]
 )
@@ -140,12 +137,10 @@ def test_known_networks(build: Callable[[], nn.Module]) -> None:
 
 def test_resnet50_has_the_known_cost() -> None:
     """25,557,032 parameters, and 4.09 G multiply-adds at 224 x 224 (a 49th of the convolutions' at 32 x 32)."""
-    x = torch.zeros(1, 3, 32, 32)
-    model = models.resnet50()
-    assert smcp_fx.prepare(model, x, cost="params").pruner.full_cost == 25_557_032
-    flops = smcp_fx.prepare(model, x).pruner.full_cost
-    classifier = 2048 * 1000
-    assert (flops - classifier) * 49 + classifier == 4_089_184_256
+    prepared = smcp_fx.prepare(models.resnet50(), torch.zeros(1, 3, 32, 32), cost="params")
+    assert prepared.pruner.full_cost == 25_557_032
+    flops, classifier = prepared.plan.flops, 2048 * 1000
+    assert (flops.cost(flops.full_counts) - classifier) * 49 + classifier == 4_089_184_256
 
 
 @pytest.mark.parametrize(
