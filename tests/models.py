@@ -175,6 +175,16 @@ def size_of(model: nn.Module) -> int:
     return sum(parameter.numel() for parameter in model.parameters())
 
 
+def without_repeats(model: nn.Module) -> nn.Module:
+    """Leave out blocks that have the kind and the sizes of the one before them: more only take longer."""
+    for stage in [module for module in model.modules() if isinstance(module, nn.Sequential)]:
+        kinds = [(type(block), [t.shape for t in block.state_dict().values()]) for block in stage]
+        for index in reversed(range(1, len(kinds))):
+            if kinds[index][1] and kinds[index] == kinds[index - 1]:
+                del stage[index]
+    return model
+
+
 # ---- tiny models ----------------------------------------------------------------------------------------
 
 

@@ -7,6 +7,7 @@ function of its arguments: a failure is repeated by its seed, and shrunk by fewe
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -355,3 +356,25 @@ def random_network(
             b.add("head", 3, (source,), lambda s, x: s.layer(x), layer=nn.Conv2d(c, 3, 1))
     b.net.as_dict = b.random.random() < 0.2
     return b.net
+
+
+Family = dict[str, bool]
+
+
+def richest(families: list[tuple[Family, int]], most: int | None = None) -> list[tuple[Family, int]]:
+    """Family and seed of few networks with every kind of step: each is the richest in kinds that are left.
+
+    ``families``: options, and how many seeds are looked at. ``most``: how many networks at most.
+    """
+    kinds = [
+        (family, seed, {re.split(r"[\d(]", step)[0] for step in random_network(seed, **family).program})
+        for family, seeds in families
+        for seed in range(seeds)
+    ]
+    left = set[str]().union(*(steps for _, _, steps in kinds))
+    found: list[tuple[Family, int]] = []
+    while left and len(found) != most:
+        family, seed, steps = max(kinds, key=lambda one: len(one[2] & left))
+        found.append((family, seed))
+        left -= steps
+    return found

@@ -27,7 +27,7 @@ from smcp_fx.cost_model import CostTerm, NetworkCost
 from smcp_fx.errors import InfeasibleBudgetError
 
 
-@pytest.mark.parametrize("block", range(10))
+@pytest.mark.parametrize("block", range(5))
 @pytest.mark.parametrize("family", FAMILIES)
 def test_small_instances_reach_the_optimum_of_brute_force(family: str, block: int) -> None:
     for seed in range(20 * block, 20 * block + 20):
@@ -49,7 +49,8 @@ def test_small_instances_reach_the_optimum_of_brute_force(family: str, block: in
 @pytest.mark.parametrize("family", FAMILIES)
 def test_loosened_sums_and_copies_still_bound_the_optimum(family: str, max_cells: int) -> None:
     links, optimal, total_runs = 0, 0, 0
-    for seed in range(40):
+    seeds = 20 if family == "overlapping" else 40  # which takes ten times as long as another
+    for seed in range(seeds):
         values, cost = random_instance(family, 1000 + seed)
         value, total = enumerate_all(values, cost)
         problem = tabulate(cost)
@@ -68,14 +69,14 @@ def test_loosened_sums_and_copies_still_bound_the_optimum(family: str, max_cells
         optimal += reached >= best - 1e-9
         total_runs += 1
     assert links > 0 or (family in ("chain", "residual") and max_cells > 1)
-    assert total_runs >= 38
+    assert total_runs >= 0.95 * seeds
     assert optimal >= 0.9 * total_runs
 
 
 @pytest.mark.parametrize(("family", "max_cells"), [("overlapping", 20), ("residual", 1), ("nested", 1)])
 def test_a_listing_from_the_worst_start_finds_the_optimum(family: str, max_cells: int) -> None:
     improved, links = 0, 0
-    for seed in range(40):
+    for seed in range(20):
         values, cost = random_instance(family, 3000 + seed)
         value, total = enumerate_all(values, cost)
         budget = float(np.quantile(total, 0.3))

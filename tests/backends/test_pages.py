@@ -13,16 +13,16 @@ from pathlib import Path
 
 import pytest
 
+from smcp_fx.backends import get_backend
 from smcp_fx.backends.base import Fingerprint
 from smcp_fx.backends.timing import pages
 from smcp_fx.latency.exchange import differences
 
 SWITCH = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 #: Prints what a process of its own says, and how much of 64 MiB that it writes to came in huge pages (KiB).
-SCRIPT = """
-import ctypes, json, re
-from smcp_fx.backends import get_backend
-from smcp_fx.backends.timing.pages import huge_pages
+SCRIPT = f"""
+import ctypes, json, re, runpy
+huge_pages = runpy.run_path({pages.__file__!r})["huge_pages"]  # without the library, which loads torch
 libc = ctypes.CDLL(None)
 libc.malloc.restype = ctypes.c_void_p
 address = libc.malloc(ctypes.c_size_t(64 << 20))
@@ -33,8 +33,7 @@ for line in open("/proc/self/smaps"):
         here = int(bounds[1], 16) <= address < int(bounds[2], 16)
     elif here and line.startswith("AnonHugePages:"):
         got = int(line.split()[1])
-prints = [get_backend(name).fingerprint().as_dict()["settings"] for name in ("onnxruntime", "torch")]
-print(json.dumps({"huge": huge_pages(), "got": got, "prints": prints}))
+print(json.dumps({{"huge": huge_pages(), "got": got}}))
 """
 
 
@@ -60,14 +59,20 @@ def test_a_process_knows_its_pages(asking: bool) -> None:
     assert found["huge"] == ("[always]" in switch or ("[madvise]" in switch and asking and heard))
     if not found["huge"]:
         assert found["got"] == 0  # where they are had, how many depends on what memory is free in one piece
-    for settings in found["prints"]:
-        assert settings.get("huge_pages") == ("on" if found["huge"] else None)
+
+
+@pytest.mark.parametrize("huge", [False, True])
+def test_every_runtimes_fingerprint_tells_them(huge: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pages, "huge_pages", lambda: huge)
+    for name in ("onnxruntime", "openvino", "torch"):
+        settings = get_backend(name).fingerprint().as_dict()["settings"]
+        assert settings.get("huge_pages") == ("on" if huge else None)
 
 
 #: As above in a process whose heap has a free piece of 180 MiB, of which the last user asked for huge pages.
 FRAGMENTED = f"""
 import json, runpy, numpy as np
-huge_pages = runpy.run_path({pages.__file__!r})["huge_pages"]  # without the library, which loads torch
+huge_pages = runpy.run_path({pages.__file__!r})["huge_pages"]
 for _ in range(3):  # glibc takes blocks as large as those that are freed from the heap
     np.ones(30 << 17)
 blocks = [np.ones(30 << 17) for _ in range(8)]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import os
+import runpy
 import subprocess
 import sys
 from collections.abc import Callable
@@ -120,9 +121,17 @@ def test_relative_paths_begin_where_the_command_was_given(
     ("arguments", "code", "said"),
     [([], 2, "python -m smcp_fx compile"), (["compile", "--version"], 0, "smcp-compile")],
 )
-def test_the_package_runs_as_a_module(arguments: list[str], code: int, said: str) -> None:
-    ended = subprocess.run([sys.executable, "-m", "smcp_fx", *arguments], capture_output=True, text=True)
-    assert ended.returncode == code and said in ended.stdout
+def test_the_package_runs_as_a_module(
+    arguments: list[str],
+    code: int,
+    said: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["smcp_fx", *arguments])
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_module("smcp_fx", run_name="__main__")
+    assert ended.value.code == code and said in capsys.readouterr().out
 
 
 def test_threads_sleep_while_they_wait(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,6 +12,7 @@ from models import Net, Residual, between, chain, conv, conv_bn, free_parameter,
 from models_attention import channels_attend_to_channels, channels_attend_to_fewer
 from models_generated import hypernetwork_of_two_layers, linear_of_each_image
 from models_products import TOKENS, attention_of_one_head, attention_of_torch_with_one_head
+from thin_networks import thin_shufflenet
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
@@ -84,17 +85,18 @@ SMALL: dict[str, Callable[[], nn.Module]] = {
 }
 
 
-def check(model: nn.Module, x: Tensor, cost: str, seeds: range) -> None:
-    """The cost at the counts of random masks equals what is counted on the converted module, exactly."""
+def check(model: nn.Module, x: Tensor, seeds: range) -> None:
+    """Both costs at the counts of random masks equal what is counted on the converted module, exactly."""
     model.eval()
-    prepared = smcp_fx.prepare(model, x, cost=cost, config=smcp_fx.PruningConfig(multiple=1))
-    pruner = prepared.pruner
-    assert pruner.full_cost == (flops_of(model, x) if cost == "flops" else size_of(model))
+    prepared = smcp_fx.prepare(model, x, config=smcp_fx.PruningConfig(multiple=1))
+    pruner, parameters = prepared.pruner, prepared.plan.parameters
+    assert pruner.full_cost == flops_of(model, x)
+    assert parameters.cost(parameters.full_counts) == size_of(model)
     for seed in seeds:
         prepared.set_masks(random_masks(prepared, seed))
         sliced = smcp_fx.convert(prepared)
-        counted = flops_of(sliced, x) if cost == "flops" else size_of(sliced)
-        assert pruner.cost.cost(pruner.counts) == counted
+        assert pruner.cost.cost(pruner.counts) == flops_of(sliced, x)
+        assert parameters.cost(pruner.counts) == size_of(sliced)
 
 
 @pytest.mark.parametrize(
@@ -121,28 +123,24 @@ def test_products(made: Callable[[], nn.Module], shape: tuple[int, ...]) -> None
         assert prepared.pruner.cost.cost(prepared.pruner.counts) == total
 
 
-@pytest.mark.parametrize("cost", ["flops", "params"])
 @pytest.mark.parametrize("name", SMALL)
-def test_small_networks(name: str, cost: str) -> None:
-    check(SMALL[name](), torch.randn(2, 3, 8, 8), cost, range(4))
+def test_small_networks(name: str) -> None:
+    check(SMALL[name](), torch.randn(2, 3, 8, 8), range(4))
 
 
-@pytest.mark.parametrize("cost", ["flops", "params"])
 @pytest.mark.parametrize(
-    "build", [models.resnet18, models.mobilenet_v3_small, models.shufflenet_v2_x0_5, models.squeezenet1_1]
+    "build", [models.resnet18, models.mobilenet_v3_small, thin_shufflenet, models.squeezenet1_1]
 )
-def test_known_networks(build: Callable[[], nn.Module], cost: str) -> None:
-    check(build(), torch.randn(1, 3, 32, 32), cost, range(1))
+def test_known_networks(build: Callable[[], nn.Module]) -> None:
+    check(build(), torch.randn(1, 3, 32, 32), range(1))
 
 
 def test_resnet50_has_the_known_cost() -> None:
     """25,557,032 parameters, and 4.09 G multiply-adds at 224 x 224 (a 49th of the convolutions' at 32 x 32)."""
-    x = torch.zeros(1, 3, 32, 32)
-    model = models.resnet50()
-    assert smcp_fx.prepare(model, x, cost="params").pruner.full_cost == 25_557_032
-    flops = smcp_fx.prepare(model, x).pruner.full_cost
-    classifier = 2048 * 1000
-    assert (flops - classifier) * 49 + classifier == 4_089_184_256
+    prepared = smcp_fx.prepare(models.resnet50(), torch.zeros(1, 3, 32, 32), cost="params")
+    assert prepared.pruner.full_cost == 25_557_032
+    flops, classifier = prepared.plan.flops, 2048 * 1000
+    assert (flops.cost(flops.full_counts) - classifier) * 49 + classifier == 4_089_184_256
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -23,6 +24,7 @@ from knapsack_oracles import (
 
 from smcp_fx.knapsack import problem, rounds, solve_knapsack
 from smcp_fx.knapsack.arrays import ArrayOps, TorchOps
+from smcp_fx.knapsack.core import build_core
 
 # --- small instances, by family, against brute force -----------------------------------------------------
 
@@ -107,6 +109,18 @@ def test_small_instances_equal_brute_force(name: str) -> None:
     rng = np.random.default_rng(sorted(FAMILIES).index(name))
     for _ in range(200):
         check_against_brute_force(*small_instance(FAMILIES[name], rng))
+
+
+def test_rounded_costs_lose_no_choice_and_leave_a_step_to_spare() -> None:
+    """On a grid of steps of 1, where each group's costs are rounded by half a step, up or down."""
+    costs = np.array([3.5, 4.5, 5.0, 6.5, 8.5, 2.0**59])
+    found = problem.read_problem([np.arange(6.0)] * 2, [costs] * 2, 13.0, "cpu")
+    core = build_core(found, np.array([0, 6]), np.arange(12))
+    assert core.costs[:6].tolist() == [0, 0, 1, 2, 4, 2**59 - 4]
+    for first, second in itertools.product(range(6), repeat=2):
+        steps, left = int(core.costs[first] + core.costs[6 + second]), 13.0 - costs[first] - costs[second]
+        assert left < 0 or steps <= core.room
+        assert left >= 1 or steps > core.safe_room
 
 
 @pytest.mark.parametrize("name", FAMILIES)

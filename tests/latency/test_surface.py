@@ -57,6 +57,17 @@ def test_more_rows_make_prices_nearer_and_surer() -> None:
     assert off[1] < 0.03
 
 
+def test_prices_beside_rows_are_near_theirs() -> None:
+    """Also where the two widths make a block slower together, and neither does by itself."""
+
+    def latency(x, y):
+        return (0.1 + 1e-3 * x * y) * np.exp(0.1 * np.sin(2 * np.log(x)) * np.sin(2 * np.log(y)))
+
+    rows = whole(SQUARE, latency)
+    x, y = np.maximum(np.array(list(rows)) - 1, 8).T
+    assert np.abs(Surface(SQUARE, rows)(x, y) / latency(x, y) - 1).max() < 0.02
+
+
 def test_doubt_is_as_large_as_errors_are() -> None:
     """Along the grids of random smooth latencies, from few rows."""
     rng, ratios = np.random.default_rng(1), []

@@ -27,11 +27,11 @@ SCRIPT = """
 import sys, torch
 import smcp_fx
 sys.path += sys.argv[3:]
-model = torch.load(sys.argv[1], weights_only=False)
-inputs, expected = torch.load(sys.argv[2])
+models, values = torch.load(sys.argv[1], weights_only=False), torch.load(sys.argv[2])
 torch.set_num_threads(1)
 from tolerances import assert_close
-assert_close([model.eval()(*inputs), model.train()(*inputs)], expected, "identity")
+for model, (inputs, expected) in zip(models, values, strict=True):
+    assert_close([model.eval()(*inputs), model.train()(*inputs)], expected, "identity")
 """
 
 
@@ -131,11 +131,11 @@ def test_a_part_that_is_taken_out_pickles() -> None:
     assert_close(outputs(stem, (IMAGES,)), outputs(model.stem, (IMAGES,)), "identity")
 
 
-@pytest.mark.parametrize("name", ["tensors", "dicts, lists and strings"])
-def test_a_new_process_loads_it(name: str, tmp_path: Path) -> None:
-    model, inputs = converted(name), NETWORKS[name][1]
-    torch.save(model, tmp_path / "model.pt")
-    torch.save((inputs, in_both_modes(model, inputs)), tmp_path / "values.pt")
+def test_a_new_process_loads_them(tmp_path: Path) -> None:
+    models = {name: converted(name) for name in ("tensors", "dicts, lists and strings")}
+    torch.save(list(models.values()), tmp_path / "model.pt")
+    values = [(NETWORKS[name][1], in_both_modes(model, NETWORKS[name][1])) for name, model in models.items()]
+    torch.save(values, tmp_path / "values.pt")
     here = Path(__file__).parent
     arguments = [str(path) for path in (tmp_path / "model.pt", tmp_path / "values.pt", here, here.parent)]
     run = subprocess.run([sys.executable, "-c", SCRIPT, *arguments], capture_output=True, text=True)

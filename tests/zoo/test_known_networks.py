@@ -6,7 +6,16 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from models import check_slicing, random_masks, randomise, run, size_of
+from models import check_slicing, random_masks, randomise, run, size_of, without_repeats
+from thin_networks import (
+    narrow_vgg11_bn,
+    thin_convnext,
+    thin_densenet,
+    thin_resnet50,
+    thin_resnext50,
+    thin_shufflenet,
+    thin_swin_t,
+)
 from tolerances import assert_close
 from torch import nn
 from torchvision import models
@@ -15,42 +24,6 @@ from torchvision.models.video.swin_transformer import SwinTransformer3d
 
 import smcp_fx
 from smcp_fx.config import MethodConfig
-
-# Thin ones, where more blocks of a stage or wider layers are only more of the same.
-
-
-def narrow_vgg11_bn(weights: None = None) -> nn.Module:
-    model = models.vgg11_bn(weights=weights, init_weights=False)
-    model.classifier[0], model.classifier[3] = nn.Linear(512 * 49, 32), nn.Linear(32, 128)
-    model.classifier[6] = nn.Linear(128, 10)
-    return model
-
-
-def thin_resnet50(weights: None = None) -> nn.Module:
-    return models.ResNet(models.resnet.Bottleneck, [2, 1, 1, 1], 10)
-
-
-def thin_resnext50(weights: None = None) -> nn.Module:
-    return models.ResNet(models.resnet.Bottleneck, [2, 1, 1, 1], 10, groups=32, width_per_group=4)
-
-
-def thin_densenet(weights: None = None) -> nn.Module:
-    return models.DenseNet(32, (3, 2, 2, 2), 64, num_classes=10)
-
-
-def thin_shufflenet(weights: None = None) -> nn.Module:
-    return models.ShuffleNetV2([2, 3, 2], [24, 48, 96, 192, 1024], 10)
-
-
-def thin_convnext(weights: None = None) -> nn.Module:
-    blocks = [(24, 48, 2), (48, 96, 1), (96, 192, 1), (192, None, 1)]
-    return models.ConvNeXt([models.convnext.CNBlockConfig(*block) for block in blocks], num_classes=10)
-
-
-def thin_swin_t(weights: None = None) -> nn.Module:
-    """With both kinds of windows."""
-    return models.SwinTransformer([4, 4], 48, [2, 2], [3, 6], [7, 7], num_classes=10)
-
 
 # (network, options, pixels a side: the fewest that every stage still sees, free share)
 NETWORKS: list[tuple[Callable[..., nn.Module], dict[str, bool], int, float]] = [
@@ -110,7 +83,7 @@ def test_slicing_is_exact(
     build: Callable[..., nn.Module], options: dict[str, bool], side: int, free: float
 ) -> None:
     # In float64: some of these amplify float32's rounding beyond its tolerance on some processors.
-    model = randomise(build(weights=None, **options)).double().eval()
+    model = randomise(without_repeats(build(weights=None, **options))).double().eval()
     inputs = (torch.randn(2, 3, side, side, dtype=torch.float64),)
     prepared = smcp_fx.prepare(model, inputs, config=MethodConfig(multiple=1, batch_norm_scaling=True))
     assert prepared.channels.free_share == pytest.approx(free, abs=5e-4)

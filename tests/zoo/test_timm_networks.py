@@ -7,7 +7,9 @@ from typing import Any
 import pytest
 import timm
 import torch
-from models import check_slicing
+from models import check_slicing, without_repeats
+from timm.models.ghostnet import GhostNet
+from timm.models.repghost import RepGhostNet
 
 # (model, pixels a side, share of input channels that is free)
 NETWORKS: list[tuple[str, int, float]] = [
@@ -23,26 +25,34 @@ NETWORKS: list[tuple[str, int, float]] = [
     ("hgnetv2_b0", 32, 1.0),
     ("repghostnet_050", 32, 1.0),
     ("fasternet_t0", 32, 1.0),  # a convolution of a part of the channels
-    ("levit_conv_128s", 224, 1.0),  # attention with a bias looked up
+    ("levit_conv_128s", 128, 1.0),  # attention with a bias looked up
     ("convnext_atto", 32, 1.0),  # through layer norms over the kept channels
-    ("vit_tiny_patch16_224", 224, 1.0),  # the same
+    ("vit_tiny_patch16_224", 64, 1.0),  # the same
 ]
 
 
-#: With fewer blocks, and narrower: more are only more of the same.
-SHALLOW: dict[str, dict[str, Any]] = {
+#: With fewer blocks, narrower, and of smaller images: more are only more of the same.
+SMALL: dict[str, dict[str, Any]] = {
     "resnet10t": {"channels": (16, 32, 64, 128)},
     "skresnet18": {"layers": [1, 1, 1, 1], "channels": (32, 64, 128, 256)},
     "resnest14d": {"channels": (32, 64, 128, 256)},
     "nf_resnet26": {"depths": (1, 1, 1, 1), "channels": (64, 128, 256, 512)},
-    "resnetv2_50d_evos": {"layers": [1, 1, 1, 1]},
+    "resnetv2_50d_evos": {"layers": [1, 1, 1, 1], "channels": (128, 256, 512, 1024)},
     "convnext_atto": {"depths": (1, 1, 2, 1)},
-    "vit_tiny_patch16_224": {"depth": 2},
+    "levit_conv_128s": {"depth": (1, 1, 1), "img_size": 128},
+    "vit_tiny_patch16_224": {"depth": 2, "img_size": 64},
 }
+#: A block of each stage of both (kernel, inside, outputs, share of the excitation, stride), of one stage two.
+STAGES = [[[3, 16, 16, 0, 1]], [[3, 48, 24, 0, 2]], [[5, 72, 40, 0.25, 2]], [[3, 240, 80, 0, 2], [3, 184, 80, 0, 1]],
+          [[5, 672, 160, 0.25, 2]]]  # fmt: skip
+GHOSTS: dict[str, Any] = {"ghostnet_050": GhostNet, "repghostnet_050": RepGhostNet}
 
 
 @pytest.mark.parametrize(("name", "side", "free"), NETWORKS, ids=[name for name, *_ in NETWORKS])
 def test_slicing_is_exact(name: str, side: int, free: float) -> None:
-    model = timm.create_model(name, **SHALLOW.get(name, {}))
+    made = (
+        GHOSTS[name](STAGES, width=0.5) if name in GHOSTS else timm.create_model(name, **SMALL.get(name, {}))
+    )
+    model = without_repeats(made)
     prepared = check_slicing(model, (torch.randn(2, 3, side, side),), share=0.7)
     assert prepared.channels.free_share == pytest.approx(free, abs=1e-3)
