@@ -108,7 +108,7 @@ def _explained() -> Iterator[None]:
     except RuntimeError as error:
         raise TrainingError(
             f"rank {dist.get_rank()} of {dist.get_world_size()} cannot reach the others: {_lost()} "
-            f"({str(error).splitlines()[0]}). Start the job again: it goes on from the last checkpoint "
+            f"({str(error).partition("\n")[0]}). Start the job again: it goes on from the last checkpoint "
             "(smcp_fx.load_checkpoint), with this or another number of ranks."
         ) from error
 
