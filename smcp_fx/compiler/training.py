@@ -103,5 +103,6 @@ def usable_device(name: str | None) -> torch.device:
         device = torch.device(name or ("cuda" if torch.cuda.is_available() else "cpu"))
         torch.empty(1, device=device)
     except Exception as error:  # a bad name, or the driver's
-        raise InputError(f"--device {name}: {str(error).partition("\n")[0]}") from error
+        first, *_ = str(error).splitlines() or [type(error).__name__]
+        raise InputError(f"--device {name}: {first}") from error
     return device

@@ -106,9 +106,10 @@ def _explained() -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
+        first, *_ = str(error).splitlines() or [type(error).__name__]
         raise TrainingError(
             f"rank {dist.get_rank()} of {dist.get_world_size()} cannot reach the others: {_lost()} "
-            f"({str(error).partition("\n")[0]}). Start the job again: it goes on from the last checkpoint "
+            f"({first}). Start the job again: it goes on from the last checkpoint "
             "(smcp_fx.load_checkpoint), with this or another number of ranks."
         ) from error
 
