@@ -55,7 +55,7 @@ def compress(
     first = next(each_batch(batches)).to(device_of(model)).for_model(model)
     example = first.kwargs or first.args
     prepared = prepare(model, example, target=target, cost=cost, config=config)
-    whole, halfway, solving, repairing = Stretch(progress).split(0.2, 0.45, 0.85)
+    whole, halfway, solving, repairing = Stretch(progress).split(0.17, 0.52, 0.83)
     gather_importance(prepared, batches, loss, outputs=outputs, progress=whole)
     gather_halfway(prepared, batches, loss, outputs=outputs, progress=halfway)
     solve_best(prepared, batches, loss, outputs=outputs, progress=solving)
