@@ -53,7 +53,7 @@ class _Entry:
 
 
 _HERE = "smcp_fx.backends"
-#: All there are. By name, others know only where torch's own timing or TensorRT's other machines need it.
+#: All there are. Elsewhere only the command lines ask for a name: `torch` to time it, `tensorrt` for requests.
 _BACKENDS = {
     "onnxruntime": _Entry(f"{_HERE}.onnxruntime.backend:OnnxRuntimeBackend", "onnxruntime onnx onnxscript"),
     "openvino": _Entry(f"{_HERE}.openvino.backend:OpenVINOBackend", "openvino onnxruntime onnx onnxscript"),

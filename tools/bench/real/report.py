@@ -46,7 +46,7 @@ ABOUT = {
     ),
 }
 _COSTS = {
-    "flops": "FLOPs", "latency 1": "latency, one image at a time", "latency 16": "latency, 16 images at a time"
+    "flops": "FLOPs", "latency 1": "latency of one image", "latency 16": "latency of 16 images"
 }  # fmt: skip
 _INTRO = """# Real networks
 
