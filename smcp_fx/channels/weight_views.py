@@ -43,7 +43,7 @@ class WeightView:
     """A parameter with moved dimensions: the nodes that read it and move it first, and its dimensions in the view."""
 
     source: fx.Node
-    first: fx.Node | None
+    first: fx.Node  # the source itself, before any movement
     dims: Dims
 
 
@@ -168,26 +168,28 @@ def parameter_views(module: fx.GraphModule, shape_of: ShapeOf) -> dict[fx.Node, 
     for node in module.graph.nodes:
         tensor = held(module, str(node.target)) if node.op == "get_attr" else None
         if isinstance(tensor, nn.Parameter) and tensor.numel():
-            found[node] = WeightView(node, None, tuple(range(tensor.dim())))
+            found[node] = WeightView(node, node, tuple(range(tensor.dim())))
         source = node.args[0] if node.args else None
-        before = found.get(source) if isinstance(source, fx.Node) else None
-        if before is None:
+        if not isinstance(source, fx.Node) or source not in found:
             continue
+        before = found[source]
         if node.target in EVERY_MASK:  # may stand between a parameter and the movements
             found[node] = before
-        elif (
-            _moves(node) and (dims := _moved(node, before.dims, shape_of(source), shape_of(node))) is not None
-        ):
-            found[node] = WeightView(before.source, before.first or node, dims)
-    return {node: view for node, view in found.items() if view.first and node.target not in EVERY_MASK}
+            continue
+        dims = _moved(node, before.dims, shape_of(source), shape_of(node)) if _moves(node) else None
+        if dims is not None:
+            first = node if before.first is before.source else before.first
+            found[node] = WeightView(before.source, first, dims)
+    return {n: v for n, v in found.items() if v.first is not v.source and n.target not in EVERY_MASK}
 
 
 def first_movement(module: fx.GraphModule, weight: fx.Node, name: str) -> tuple[fx.Node, fx.Node] | None:
     """The node that moves the parameter ``name`` first, and the one that reads it, if ``weight`` is a view of it."""
     *way, source = _way_back(weight)
     moves = [node for node in way if node.target not in EVERY_MASK]
-    viewed = source.op == "get_attr" and canonical_names(module).get(str(source.target)) == name
-    return (moves[-1], source) if moves and viewed else None
+    if not moves or source.op != "get_attr" or canonical_names(module).get(str(source.target)) != name:
+        return None
+    return moves[-1], source
 
 
 def _moves(node: fx.Node) -> bool:

@@ -39,7 +39,7 @@ def known_result(node: fx.Node, module: nn.Module | None, args: Any, kwargs: Any
         return _attended(*tensors) if len(tensors) == 3 else None
     if name in _LAYERS:
         return _layer(name, module, first, args) if args and args[0] is first else None
-    whole = torch.broadcast_shapes(*(t.shape for t in tensors)) == first.shape  # type: ignore[no-untyped-call]
+    whole = all(t.shape == first.shape or _broadcasts(t.shape, first.shape) for t in tensors)
     typed = any(isinstance(leaf, (complex, torch.dtype)) for leaf in leaves)
     alike = all(t.is_contiguous() for t in tensors) or len({(t.shape, t.stride()) for t in tensors}) == 1
     return torch.empty_like(first) if whole and alike and not typed else None
@@ -111,6 +111,11 @@ def on_meta(tensor: Tensor) -> Tensor:
 
 def _writes(node: fx.Node, kwargs: Any) -> bool:
     return str(getattr(node.target, "__name__", node.target)).endswith("_") or "out" in kwargs
+
+
+def _broadcasts(shape: Sequence[int], whole: Sequence[int]) -> bool:
+    pairs = zip(reversed(shape), reversed(whole), strict=False)
+    return len(shape) <= len(whole) and all(size in (1, other) for size, other in pairs)
 
 
 def _ordered(shape: Sequence[int], like: Tensor) -> Tensor:
