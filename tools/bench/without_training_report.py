@@ -194,7 +194,7 @@ def _cost_table(costs: Lines) -> list[str]:
         "step (*Taylor*). Part of the time does not grow with the images; `compress` gathers halfway below half of",
         "the cost alone.",
         "",
-        "| | FLOPs | images | threads | gather | halfway | candidates | repair | elimination | Taylor | most memory |",
+        "| | FLOPs | images | threads | gather | halfway | candidates | repair | elimination | Taylor | memory |",
         "|---|---|---|---|---|---|---|---|---|---|---|",
     ]
     for one in costs:
