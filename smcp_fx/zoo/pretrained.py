@@ -149,8 +149,8 @@ def _of_timm(name: str) -> Weights:
         state = timm.create_model(name, pretrained=True).state_dict()
     except Exception as error:  # timm's, the hub client's, or the network's
         raise InputError(
-            f"timm's weights of {name} could not be fetched ({first_line(error).rstrip('.')}); fetch them where there is "
-            "a network and give the file by --weights"
+            f"timm's weights of {name} could not be fetched ({first_line(error).rstrip('.')}); fetch them where "
+            "there is a network and give the file by --weights"
         ) from error
     return Weights(state, f"timm's {name}")
 
