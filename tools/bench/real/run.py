@@ -134,7 +134,7 @@ class Prepared:
         example = None if self.watch is None else self.watch.inputs[0]
         return Setting(
             subject.model, subject.images, labels, self._case.seed, cost, example, subject.batch, subject.loss,
-            subject.head,
+            subject.head, subject.outputs,
         )  # fmt: skip
 
     def smaller(self, case: Case) -> tuple[torch.nn.Module, float, float]:
