@@ -28,7 +28,7 @@ _FIRST, _STEP, _NEAR = 1997.3794084376191, 20, 50
 
 @dataclass(frozen=True)
 class _Voice:
-    """``tilt``: decibels an octave; ``step``: 2 where even harmonics are missing; ``low``: its lowest pitch, in Hz."""
+    """``tilt``: decibels an octave; ``step``: 2 where even harmonics are missing; ``low``: lowest pitch, in Hz."""
 
     formants: np.ndarray
     widths: np.ndarray
