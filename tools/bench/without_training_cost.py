@@ -5,8 +5,8 @@
 A torchvision or timm model of random weights, images of noise. Beside it, in the same run: one pass of gradients and
 a step of Torch-Pruning's Taylor importance, and elimination alone (inputs gathered, channels ordered). A pass is the
 CPU time of running the model on all images, which other work on the machine disturbs less than seconds; it is
-measured first and last, and the mean counts. One line of JSON. Needs torch-pruning 1.6.1, and timm for its models; set
-OMP_NUM_THREADS to the number of threads.
+measured first and last, and the mean counts. One line of JSON. Needs torch-pruning 1.6.1, and timm for its models;
+set OMP_NUM_THREADS to the number of threads.
 """
 
 from __future__ import annotations
