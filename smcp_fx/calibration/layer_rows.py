@@ -74,8 +74,9 @@ class Consumer:
     def squares(self, y: Tensor) -> Tensor:
         """Return squares of an output-shaped tensor, summed over images and positions, [groups, outputs] float64."""
         y = self._batched(y)
-        last = y.movedim(1, -1) if self.rank else y
-        return last.flatten(0, -2).double().square().sum(0).reshape(self.groups, -1)
+        by_channel, along = (y.flatten(2), -1) if self.rank else (y.flatten(0, -2), 0)
+        norms = torch.linalg.vector_norm(by_channel, dim=along, dtype=torch.float64)
+        return norms.square().reshape(-1, y.shape[1 if self.rank else -1]).sum(0).reshape(self.groups, -1)
 
     def rows(
         self, x: Tensor, y: Tensor, images: Tensor, positions: Tensor, channels: Tensor | None = None
