@@ -145,11 +145,11 @@ def gather_halfway(
     """
     prepared = prepared_of("gather_halfway", prepared)
     pruner, state, batches = prepared.pruner, prepared.smcp, again(batches)
-    before = state.rises
-    if before is None or not deep(prepared):
+    share, before = pruner.target / (pruner.correction * pruner.full_cost), state.rises
+    if before is None or not deep(prepared) or share >= 1:
         return
     pruner.check_target()
-    pruner.solve(math.sqrt(_share(prepared)) * pruner.correction)
+    pruner.solve(math.sqrt(share) * pruner.correction)
     network, there = narrowed(prepared), state.of_use()
     repairing, weighing = Stretch(progress).split(0.4)
     fit([network], prepared, batches, repairing)
@@ -165,12 +165,7 @@ def gather_halfway(
 
 def deep(prepared: PreparedModel) -> bool:
     """Whether the target is so low that a network halfway is worth gathering from."""
-    return _share(prepared) < _DEEP
-
-
-def _share(prepared: PreparedModel) -> float:
-    """The share of the cost that is asked for, on the scale of what the cost predicts."""
-    return prepared.pruner.target / (prepared.pruner.correction * prepared.pruner.full_cost)
+    return prepared.pruner.target < _DEEP * prepared.pruner.full_cost
 
 
 def weigh(
