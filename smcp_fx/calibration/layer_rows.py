@@ -130,7 +130,7 @@ class Consumer:
         )
 
     def _padded(self, x: Tensor, lengths: torch.Size) -> tuple[Tensor, tuple[int, ...], list[int]]:
-        """Return the input, the stride with which the kernel goes over it, and the zeros that would pad its starts."""
+        """Return the input, the stride with which the kernel goes over it, and the zeros that would pad its start."""
         kernel, stride, left = self.weight.shape[2:], self.stride, list(self.pads[::2][::-1])
         if self.transposed:
             x = _stuffed(x, stride)
