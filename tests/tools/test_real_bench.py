@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 _PATH = sys.path[:]
 sys.path.insert(0, str(Path(__file__).parents[2] / "tools" / "bench"))
-from real import lines, sounds, things  # noqa: E402
+from real import lines, pages, sounds, things  # noqa: E402
 from real import run as bench  # noqa: E402
 from real.networks import Subject  # noqa: E402
 from real.report import ones, paired, wilson, write_document  # noqa: E402
@@ -71,6 +71,25 @@ def test_lines_are_read_as_ctc_says() -> None:
     numbers = torch.tensor([[0, 1, 1, 0, 1, 2], [2, 2, 3, 0, 0, 0]])
     assert lines.read(["", "a", "b", " "], numbers) == ["aab", "b "]
     assert lines.right(["", "a", "b", " "], ["aa b", "bb"], numbers) == [True, False]
+
+
+def test_pages_are_right_where_all_lines_are_found_and_nothing_else(folder: Path) -> None:
+    images, truth = pages.Pages(folder, "test").draw(4, 5)
+    again, _ = pages.Pages(folder, "test").draw(4, 5)
+    assert images.shape == (4, 3, 320, 320) and torch.equal(images, again) and all(truth)
+    marked = torch.zeros(4, 320, 320, dtype=torch.bool)
+    for page, boxes in zip(marked, truth, strict=True):
+        for left, top, end, bottom in boxes:
+            assert 0 <= left < end <= 320 and 0 <= top < bottom <= 320
+            page[top:bottom, left:end] = True
+    scores = torch.stack([~marked, marked], -1)[:, None].float().clamp_min(1e-8).log()
+    maps = pages.found(scores)
+    assert torch.equal(maps, marked) and pages.right(truth, maps) == [True] * 4
+    left, top, end, bottom = truth[1][0]
+    maps[1, top:bottom, left:end] = False
+    maps[2] |= torch.rand(320, 320) < 0.5
+    assert pages.right(truth, maps) == [True, False, False, True]
+    assert pages.agree(marked, maps) == [True, False, False, True]
 
 
 def test_sounds_have_the_pitch_that_is_told() -> None:

