@@ -16,7 +16,7 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor, fx, nn
 
-from smcp_fx.channels.weight_views import factors, weight_of, weight_view
+from smcp_fx.channels.weight_views import factors, first_movement, weight_of
 from smcp_fx.errors import PassError
 from smcp_fx.masking.masks import META, STATE, Mark, Masked, mark_of
 from smcp_fx.passes.base import GraphPass, PassResult
@@ -46,7 +46,7 @@ def insert_product(
     """
     known = computed or {}
     # Calls that read one view of the weight read it together.
-    reads = dict((use, known[use]) if use in known else _read(use) for use in uses)
+    reads = dict((use, known[use]) if use in known else _read(use, weight) for use in uses)
     readers = list(reads)
     if len(readers) > 1:  # the order of all nodes takes long to ask for
         readers = [node for node in graph.nodes if node in reads]
@@ -66,8 +66,8 @@ def insert_product(
     return True
 
 
-def _read(use: fx.Node) -> tuple[fx.Node, fx.Node | None]:
-    """Which node reads the weight itself, the use or the first movement of its weight, and the node of the weight.
+def _read(use: fx.Node, name: str) -> tuple[fx.Node, fx.Node | None]:
+    """Which node reads the weight ``name``, the use or the first movement of its weight, and the node of the weight.
 
     No node of the weight where a module's call reads it.
     """
@@ -80,8 +80,7 @@ def _read(use: fx.Node) -> tuple[fx.Node, fx.Node | None]:
         assert isinstance(given, fx.Node)
         return use, given
     assert module is not None
-    view = weight_view(module, weight)
-    return (use, weight) if view is None else (view.chain[0], view.source)
+    return first_movement(module, weight, name) or (use, weight)
 
 
 def _redirect(

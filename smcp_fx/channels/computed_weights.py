@@ -17,7 +17,7 @@ import torch
 from torch import fx, nn
 
 from smcp_fx.channels.cosines import is_cosine
-from smcp_fx.channels.weight_views import factors, is_layer, is_question, weight_and_bias, weight_view
+from smcp_fx.channels.weight_views import factors, is_layer, is_question, parameter_views, weight_and_bias
 from smcp_fx.masking.kept_statistics import BEFORE, IN_PLACE_OF
 from smcp_fx.masking.masks import STATE
 from smcp_fx.tracing.aliases import memory_of_model, written_buffers
@@ -67,7 +67,7 @@ def computed_weights(
     watching = _watching(module, known)
     constants = _constants(module, known, watching)
     found: dict[fx.Node, Shape] = {}
-    refused: set[fx.Node] = set()
+    refused = set(parameter_views(module, lambda node: shape_of(node) if node in constants else None))
     for use in module.graph.nodes:
         if use in constants:  # kernels that are fused with kernels
             continue
@@ -80,7 +80,7 @@ def computed_weights(
                 for user in readers
             )
             cosine = not cosines and is_cosine(module, use, result)
-            shape = shape_of(result) if alike and not cosine and weight_view(module, result) is None else None
+            shape = shape_of(result) if alike and not cosine else None
             if shape:
                 found[result] = shape
             else:

@@ -42,9 +42,8 @@ class Facts:
         self.written = written_buffers(module)
         self.learned = {name for name, _ in module.named_parameters()}
         self.views: dict[str, tuple[str, Dims]] = {}  # nodes that move a weight's dimensions
-        for view in weight_views(module).values():
-            places = zip(view.chain, view.dims, strict=True)
-            self.views.update((node.name, (str(view.source.target), dims)) for node, dims in places)
+        for node, view in weight_views(module, shape).items():
+            self.views[node.name] = str(view.source.target), view.dims
         # The rules skip nodes that only an assertion reads, and nodes that only compute weights.
         self.hidden = _only_asserted(module.graph)
         self.made = made_tensors(module, values, self.hidden)

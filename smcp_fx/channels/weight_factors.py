@@ -13,10 +13,9 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-import torch
 from torch import fx
 
-from smcp_fx.channels.weight_views import FIRST_FACTOR, named_dims
+from smcp_fx.channels.weight_views import FIRST_FACTOR, named_dims, order_of
 from smcp_fx.tracing.operations import operation_of
 from smcp_fx.tracing.traits import Trait, has, operations_with
 from smcp_fx.tracing.values import TensorInfo
@@ -29,8 +28,6 @@ PRODUCTS = {"linear": 0, **{name: first for name, first in FIRST_FACTOR.items() 
 #: Reductions, and normalisations: the place of their dimensions among the arguments.
 REDUCTIONS = {"sum": 1, "mean": 1, "norm": 2, "vectornorm": 2, "amax": 1, "amin": 1, "var": 1, "std": 1}
 NORMS = {"softmax": 1, "normalize": 2}
-#: Different sizes; their order in a result shows how an operation permutes dimensions.
-_RULER = (2, 3, 4, 5, 6, 7, 8, 9)
 
 
 class UnknownError(Exception):
@@ -223,13 +220,6 @@ def shape_of(node: Any, values: Mapping[str, Any]) -> tuple[int, ...]:
     if not isinstance(value, TensorInfo):
         raise UnknownError
     return value.shape
-
-
-def order_of(node: fx.Node, rank: int) -> list[int]:
-    """For each dimension of a permuted tensor, the dimension of the input."""
-    ruler = torch.empty(_RULER[:rank], device="meta")
-    run: Any = getattr(torch.Tensor, node.target) if isinstance(node.target, str) else node.target
-    return [_RULER.index(size) for size in run(ruler, *node.args[1:], **node.kwargs).shape]
 
 
 def _adds_dims(node: fx.Node) -> bool:

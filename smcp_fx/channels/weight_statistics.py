@@ -22,10 +22,9 @@ from smcp_fx.channels.weight_factors import (
     Part,
     Parts,
     UnknownError,
-    order_of,
     shape_of,
 )
-from smcp_fx.channels.weight_views import is_question, weight_and_bias
+from smcp_fx.channels.weight_views import is_question, order_of, weight_and_bias
 from smcp_fx.tracing.operations import operation_of, writes_in_place
 from smcp_fx.tracing.traits import Trait, has
 from smcp_fx.tracing.values import TensorInfo, canonical_names

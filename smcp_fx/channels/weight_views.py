@@ -8,19 +8,20 @@ view reads the parameter along other dimensions.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, fx, nn
+from torch import fx, nn
 
 from smcp_fx.masking.masks import EVERY_MASK
 from smcp_fx.tracing.operations import operation_name
 from smcp_fx.tracing.recurrent import recurrent_weight
-from smcp_fx.tracing.traits import Trait, operations_with
-from smcp_fx.tracing.values import held
+from smcp_fx.tracing.traits import Trait, has, operations_with
+from smcp_fx.tracing.values import canonical_names, held
 
 LAYERS: tuple[Callable[..., object], ...] = (
     F.conv1d,
@@ -34,24 +35,25 @@ LAYERS: tuple[Callable[..., object], ...] = (
 )
 _MOVES = operations_with(Trait.RESHAPES | Trait.PERMUTES) | {"contiguous", "getitem", "squeeze", "unsqueeze"}
 _ATTRIBUTES = ("T", "mT")
-_MASKS = EVERY_MASK  # may stand between a parameter and the movements
+_INDICES = (int, slice, type(None), type(Ellipsis))
 _QUESTIONS = ("size", "dim", "numel", "ndim", "shape")
 #: Products of two tensors, and the place of the first factor among their arguments.
 FIRST_FACTOR = {"matmul": 0, "mm": 0, "bmm": 0, "tensordot": 0, "einsum": 1, "addmm": 1, "baddbmm": 1}
 #: For each dimension of a view, the parameter's dimension; None for an added dimension of size 1.
 Dims = tuple[int | None, ...]
+Shape = tuple[int, ...]
+ShapeOf = Callable[[fx.Node], Shape | None]
+#: Different sizes; their order in a result shows how an operation permutes dimensions.
+_RULER = (2, 3, 4, 5, 6, 7, 8, 9)
 
 
 @dataclass(frozen=True)
 class WeightView:
-    """``chain``: the nodes from the parameter ``source`` on to what a layer reads.
-
-    ``dims``: the dimensions of each node of the chain.
-    """
+    """A parameter with moved dimensions: the nodes that read it and move it first, and its dimensions in the view."""
 
     source: fx.Node
-    chain: tuple[fx.Node, ...]
-    dims: tuple[Dims, ...]
+    first: fx.Node | None
+    dims: Dims
 
 
 def weight_of(use: fx.Node) -> fx.Node | None:
@@ -60,7 +62,7 @@ def weight_of(use: fx.Node) -> fx.Node | None:
         weight = weight_and_bias(use)[0]
         return weight if isinstance(weight, fx.Node) else None
     operands = factors(use)
-    return next((operand for operand in reversed(operands) if _leads_to_parameter(operand)), None)
+    return next((operand for operand in reversed(operands) if _way_back(operand)[-1].op == "get_attr"), None)
 
 
 def is_layer(use: fx.Node) -> bool:
@@ -149,115 +151,91 @@ def _spelled_out(names: str, rank: int) -> list[str]:
     return list(names.replace("...", "ABCDEFGHIJ"[10 - left :] if left else ""))
 
 
-def _leads_to_parameter(node: fx.Node) -> bool:
-    """Is the node a parameter, or a parameter with moved dimensions?"""
-    while (_moves(node) or node.target in _MASKS) and isinstance(node.args[0], fx.Node):
-        node = node.args[0]
-    return node.op == "get_attr"
+def _way_back(node: fx.Node) -> list[fx.Node]:
+    """The node, and those that it is moved from; the last is a parameter, or no movement."""
+    way = [node]
+    while (_moves(way[-1]) or way[-1].target in EVERY_MASK) and isinstance(
+        source := way[-1].args[0], fx.Node
+    ):
+        way.append(source)
+    return way
 
 
-def weight_views(module: fx.GraphModule) -> dict[fx.Node, WeightView]:
-    """The views that layers read, by the node of the view."""
+def weight_views(module: fx.GraphModule, shape_of: ShapeOf) -> dict[fx.Node, WeightView]:
+    """The views that only layers read, as their weights, and along the same dimension of the parameter."""
+    views = parameter_views(module, shape_of)
+    read, others = defaultdict[fx.Node, set[int | None]](set), set[fx.Node]()
+    for node, view in views.items():
+        for user in node.users:
+            if weight_of(user) is node and user.all_input_nodes.count(node) == 1:
+                read[view.first].add(view.dims[contracted(user, len(view.dims))])
+            elif not is_question(user) and user not in views:
+                others.add(view.first)
+    alike = {first for first, dims in read.items() if len(dims) == 1} - others
+    return {node: view for node, view in views.items() if view.first in alike}
+
+
+def parameter_views(module: fx.GraphModule, shape_of: ShapeOf) -> dict[fx.Node, WeightView]:
+    """The nodes that only move a parameter's dimensions, and add or drop some of size 1.
+
+    ``shape_of``: the shape of a node's tensor, or None.
+    """
     found: dict[fx.Node, WeightView] = {}
-    for use in module.graph.nodes:
-        weight = weight_of(use)
-        if weight is not None and weight not in found:
-            view = weight_view(module, weight)
-            if view is not None:
-                found[weight] = view
-    while lost := [end for end, view in found.items() if not _read_alike(view, found)]:
-        for end in lost:
-            del found[end]
-    return found
+    for node in module.graph.nodes:
+        tensor = held(module, str(node.target)) if node.op == "get_attr" else None
+        if isinstance(tensor, nn.Parameter) and tensor.numel():
+            found[node] = WeightView(node, None, tuple(range(tensor.dim())))
+        source = node.args[0] if node.args else None
+        before = found.get(source) if isinstance(source, fx.Node) else None
+        if before is None:
+            continue
+        if node.target in EVERY_MASK:  # may stand between a parameter and the movements
+            found[node] = before
+        elif (
+            _moves(node) and (dims := _moved(node, before.dims, shape_of(source), shape_of(node))) is not None
+        ):
+            found[node] = WeightView(before.source, before.first or node, dims)
+    return {node: view for node, view in found.items() if view.first and node.target not in EVERY_MASK}
 
 
-def weight_view(module: fx.GraphModule, weight: fx.Node) -> WeightView | None:
-    """How the node moves a parameter's dimensions; None if it is the parameter itself, or does more than that."""
-    chain: list[fx.Node] = []
-    node = weight
-    while _moves(node) or node.target in _MASKS:
-        if node.target not in _MASKS:
-            chain.insert(0, node)
-        source = node.args[0]
-        if not isinstance(source, fx.Node):
-            return None
-        node = source
-    if node.op != "get_attr" or not chain:
-        return None
-    parameter = held(module, str(node.target))
-    if not isinstance(parameter, nn.Parameter) or parameter.numel() == 0:
-        return None
-    ruler = torch.empty(parameter.shape, device="meta")  # its strides identify its dimensions
-    known: dict[fx.Node, Any] = {node: ruler}
-    try:
-        found = [_dims(_evaluated(link, known), ruler) for link in chain]
-    except (
-        LookupError,
-        RuntimeError,
-        TypeError,
-        ValueError,
-    ):  # an argument does not follow from the parameter
-        return None
-    dims = tuple(places for places in found if places is not None)
-    return WeightView(node, tuple(chain), dims) if len(dims) == len(chain) else None
+def first_movement(module: fx.GraphModule, weight: fx.Node, name: str) -> tuple[fx.Node, fx.Node] | None:
+    """The node that moves the parameter ``name`` first, and the one that reads it, if ``weight`` is a view of it."""
+    *way, source = _way_back(weight)
+    moves = [node for node in way if node.target not in EVERY_MASK]
+    viewed = source.op == "get_attr" and canonical_names(module).get(str(source.target)) == name
+    return (moves[-1], source) if moves and viewed else None
 
 
 def _moves(node: fx.Node) -> bool:
+    """Does the node move dimensions, or add and drop some, if it keeps all elements?"""
     if node.target is getattr:
         return node.args[1] in _ATTRIBUTES
-    called = node.op in ("call_function", "call_method")
-    return called and operation_name(node, None) in _MOVES
+    name = operation_name(node, None) if node.op in ("call_function", "call_method") else None
+    index = node.args[1] if name == "getitem" else ()
+    return name in _MOVES and all(
+        isinstance(i, _INDICES) for i in (index if isinstance(index, tuple) else (index,))
+    )
 
 
-def _evaluated(node: fx.Node, known: dict[fx.Node, Any]) -> Any:
-    """The node's value for the ruler in ``known``; raises `LookupError` if it needs any other tensor."""
-    if node in known:
-        return known[node]
-    first = node.args[0] if node.args else None
-    if node.op == "get_attr" and any(node.target == source.target for source in known):
-        return next(known[source] for source in known if node.target == source.target)
-    if not (_moves(node) or is_question(node) or node.target in _MASKS) or not isinstance(first, fx.Node):
-        raise LookupError(node.name)
-    value = _evaluated(first, known)
-    if node.target not in _MASKS and operation_name(node, None) != "contiguous":
-        args, kwargs = fx.node.map_arg((node.args[1:], node.kwargs), lambda n: _evaluated(n, known))
-        if node.op == "call_method":
-            value = getattr(value, str(node.target))(*args, **kwargs)
-        else:
-            assert callable(node.target)
-            value = node.target(value, *args, **kwargs)
-    known[node] = value
-    return value
-
-
-def _dims(view: Tensor, ruler: Tensor) -> Dims | None:
-    """The ruler's dimension for each dimension of a view; None if the view splits or merges dimensions."""
-    if view.numel() != ruler.numel() or not (view is ruler or view._base is ruler):
+def _moved(node: fx.Node, dims: Dims, before: Shape | None, after: Shape | None) -> Dims | None:
+    """For each dimension of the node's tensor, the parameter's; None if the node splits or merges dimensions."""
+    if before is None or after is None:
         return None
-    wide = [d for d in range(ruler.dim()) if ruler.shape[d] > 1]
-    thin = [d for d in range(ruler.dim()) if ruler.shape[d] == 1]
-    found: list[int | None] = []
-    for size, stride in zip(view.shape, view.stride(), strict=True):
-        if size == 1:
-            found.append(thin.pop(0) if thin else None)
-            continue
-        same = [d for d in wide if ruler.shape[d] == size and ruler.stride(d) == stride]
-        if len(same) != 1:
-            return None
-        found.append(same[0])
-    return tuple(found) if all(d in found for d in wide) else None
+    if node.target is getattr or has(operation_name(node, None), Trait.PERMUTES):
+        known = len(node.all_input_nodes) == 1 and (len(before) == 2 or "T" not in node.args)
+        return tuple(dims[d] for d in order_of(node, len(before))) if known else None
+    wide = [(size, dim) for size, dim in zip(before, dims, strict=True) if size > 1]
+    thin = [dim for size, dim in zip(before, dims, strict=True) if size == 1 and dim is not None]
+    if [size for size, _ in wide] != [size for size in after if size > 1]:
+        return None
+    return tuple((wide.pop(0)[1] if size > 1 else thin.pop(0) if thin else None) for size in after)
 
 
-def _read_alike(view: WeightView, views: dict[fx.Node, WeightView]) -> bool:
-    """Do only layers read the nodes of the chain, as weights, and along the same dimension of the parameter?"""
-    read: set[int | None] = set()
-    for node, dims in zip(view.chain, view.dims, strict=True):
-        for user in node.users:
-            if weight_of(user) is node and user.all_input_nodes.count(node) == 1 and node in views:
-                read.add(dims[contracted(user, len(dims))])
-            elif not is_question(user) and not any(user in other.chain for other in views.values()):
-                return False
-    return len(read) == 1
+def order_of(node: fx.Node, rank: int) -> list[int]:
+    """For each dimension of a permuted tensor, the dimension of the input."""
+    ruler = torch.empty(_RULER[:rank], device="meta")
+    run: Any = getattr(torch.Tensor, node.target) if isinstance(node.target, str) else node.target
+    return [_RULER.index(size) for size in run(ruler, *node.args[1:], **node.kwargs).shape]
 
 
 def is_question(node: fx.Node) -> bool:

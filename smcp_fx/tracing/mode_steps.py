@@ -38,16 +38,20 @@ def in_steps(
     model: nn.Module, traces: Sequence[ModeTrace], paths: Paths, values: Callable[[ModeTrace], dict[str, Any]]
 ) -> list[Step]:
     """The steps of all traces, in the order of each; ``values`` gives those of a trace's nodes, where needed."""
-    return _in_parallel(model, traces) or _aligned(model, traces, paths, values)
+    first, *others = (trace.graph for trace in traces)
+    if all(alike(model, first, other, numbers=False) for other in others):
+        rows = zip(*(trace.graph.nodes for trace in traces), strict=True)
+        return [Step(dict(enumerate(nodes))) for nodes in rows]
+    return _aligned(model, traces, paths, values)
 
 
-def alike(model: nn.Module, one: fx.Graph, other: fx.Graph) -> bool:
-    """Do two traces of one mode run the same operations on the same numbers?"""
+def alike(model: nn.Module, one: fx.Graph, other: fx.Graph, *, numbers: bool = True) -> bool:
+    """Do two traces run the same operations on the same results, and on the same ``numbers``?"""
     if not _same_operations(model, one, other):
         return False
     twin = dict(zip(other.nodes, one.nodes, strict=True))
     return all(
-        twin[b] is a if isinstance(b, fx.Node) else same(a, b)
+        twin.get(b, b) is a if isinstance(b, fx.Node) else not numbers or same(a, b)
         for left, right in zip(one.nodes, other.nodes, strict=True)
         for a, b in zip(leaves(left), leaves(right), strict=True)
     )
@@ -61,24 +65,6 @@ def _same_operations(model: nn.Module, one: fx.Graph, other: fx.Graph) -> bool:
         and (a.target == b.target or _constant(model, a) == _constant(model, b, None))
         for a, b in zip(one.nodes, other.nodes, strict=True)
     )
-
-
-def _in_parallel(model: nn.Module, traces: Sequence[ModeTrace]) -> list[Step] | None:
-    """The steps, if all traces run the same operations on the same results; otherwise None."""
-    first = traces[0].graph
-    for trace in traces[1:]:
-        if not _same_operations(model, first, trace.graph):
-            return None
-        twin = dict(zip(trace.graph.nodes, first.nodes, strict=True))
-        for node in first.nodes:
-            twin[node] = node
-        for a, b in zip(first.nodes, trace.graph.nodes, strict=True):
-            for left, right in zip(leaves(a), leaves(b), strict=True):
-                if isinstance(right, fx.Node) and twin[right] is not left:
-                    return None
-    return [
-        Step(dict(enumerate(nodes))) for nodes in zip(*(trace.graph.nodes for trace in traces), strict=True)
-    ]
 
 
 def _aligned(

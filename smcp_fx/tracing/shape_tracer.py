@@ -28,9 +28,9 @@ from torch.utils import _pytree as pytree
 
 from smcp_fx.tracing.attributes import Assignments, Attributes, held_tensors, refuse_state
 from smcp_fx.tracing.call_forms import has_name
-from smcp_fx.tracing.fake_results import known_result
 from smcp_fx.tracing.gradients import GradientQuestions, checkpoints_called
 from smcp_fx.tracing.in_place import PLAIN, drop_releases, is_tensor_for_sure, settle_in_place
+from smcp_fx.tracing.known_results import of_fake_tensors
 from smcp_fx.tracing.lengths import Sizes, write_out_kernels
 from smcp_fx.tracing.mode_reads import ModeLog, drop_marks
 from smcp_fx.tracing.operations import result_of
@@ -361,7 +361,7 @@ class ShapeTracer(fx.Tracer):
             return self.gradients.answered(node, asking_line())
         args, kwargs = plain_lists(fx.node.map_arg((node.args, node.kwargs), self._values.__getitem__))
         module = self.root.get_submodule(str(node.target)) if node.op == "call_module" else None
-        if (made := known_result(node, module, args, kwargs)) is not None:
+        if (made := of_fake_tensors(node, module, args, kwargs)) is not None:
             return made
         try:
             if module is not None:
