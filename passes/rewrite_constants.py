@@ -136,9 +136,11 @@ class _Rewriter:
     def _of_size(self, weight: ParameterRef) -> ParameterRef:
         """The parameter that a layer reads, or a view of one, in the shape that its kept channels leave it."""
         slots = self.trail.slots.get(weight.name, {})
-        left = {dim: self.sliced.positions(labels).numel() for dim, labels in slots.items()}
+        left: dict[int | None, int] = {
+            d: self.sliced.positions(labels).numel() for d, labels in slots.items()
+        }
         places = enumerate(weight.shape)
-        return replace(weight, shape=tuple(left.get(_known(weight.place(dim)), size) for dim, size in places))
+        return replace(weight, shape=tuple(left.get(weight.place(dim), size) for dim, size in places))
 
     def _weight_view(self, node: fx.Node, old: ParameterView) -> None:
         """Sizes written into the view of a weight become those it has now."""
@@ -394,7 +396,3 @@ class _Rewriter:
             self.old[part.name], self.new[part.name] = old, new[index] if isinstance(new, tuple) else old
             parts.append(part)
         return parts
-
-
-def _known(dim: int | None) -> int:
-    return -1 if dim is None else dim

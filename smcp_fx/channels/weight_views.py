@@ -14,25 +14,16 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import fx, nn
 
 from smcp_fx.masking.masks import EVERY_MASK
 from smcp_fx.tracing.operations import operation_name
-from smcp_fx.tracing.recurrent import recurrent_weight
 from smcp_fx.tracing.traits import Trait, has, operations_with
 from smcp_fx.tracing.values import canonical_names, held
 
-LAYERS: tuple[Callable[..., object], ...] = (
-    F.conv1d,
-    F.conv2d,
-    F.conv3d,
-    F.conv_transpose1d,
-    F.conv_transpose2d,
-    F.conv_transpose3d,
-    F.linear,
-    recurrent_weight,
-)
+_DEFORMABLE = "deformconv2d"
+_LAYERS = {f"conv{form}{rank}d" for form in ("", "transpose") for rank in (1, 2, 3)}
+_LAYERS |= {"linear", "recurrentweight", _DEFORMABLE}
 _MOVES = operations_with(Trait.RESHAPES | Trait.PERMUTES) | {"contiguous", "getitem", "squeeze", "unsqueeze"}
 _ATTRIBUTES = ("T", "mT")
 _INDICES = (int, slice, type(None), type(Ellipsis))
@@ -67,37 +58,30 @@ def weight_of(use: fx.Node) -> fx.Node | None:
 
 def is_layer(use: fx.Node) -> bool:
     """Is it a functional call of a layer, with a weight and a bias?"""
-    return use.op == "call_function" and (use.target in LAYERS or _is_deformable(use))
+    return use.op == "call_function" and operation_name(use, None) in _LAYERS
 
 
 def weight_and_bias(use: fx.Node) -> tuple[Any, Any]:
     """The weight and the bias of a functional call of a layer; None for an argument that is missing."""
-    places = ((1, "weight"), (4 if _is_deformable(use) else 2, "bias"))
+    places = ((1, "weight"), (4 if operation_name(use, None) == _DEFORMABLE else 2, "bias"))
     weight, bias = (
         use.args[place] if len(use.args) > place else use.kwargs.get(name) for place, name in places
     )
     return weight, bias
 
 
-def _is_deformable(use: fx.Node) -> bool:
-    return (
-        getattr(use.target, "__name__", "") == "deform_conv2d" and operation_name(use, None) == "deformconv2d"
-    )
-
-
-def contracted(use: fx.Node, rank: int) -> int:
-    """The dimension of its weight that a functional call of a layer sums over; the weight has ``rank`` dimensions."""
+def contracted(use: fx.Node, shape_of: ShapeOf) -> int:
+    """The dimension of its weight that a functional call of a layer sums over."""
     if is_layer(use):
         return 0 if "transpose" in str(getattr(use.target, "__name__", "")) else 1
-    place = factors(use).index(weight_of(use))  # type: ignore[arg-type]
-    if operation_name(use, None) == "einsum":
-        inputs, _, out = str(use.args[0]).replace(" ", "").partition("->")
-        names = inputs.split(",")[place]
-        return next((d for d, name in enumerate(names) if name not in out), 0)
-    if operation_name(use, None) == "tensordot":
-        dims = use.args[2] if len(use.args) > 2 else use.kwargs["dims"]
-        return rank - 1 if dims == 1 and place == 0 else 0 if dims == 1 else int(dims[place][0])  # type: ignore[index, arg-type]
-    return rank - 1 if place == 0 else max(rank - 2, 0)
+    operands = factors(use)
+    ranks = [len(shape_of(operand) or ()) for operand in (*operands, use)]
+    try:
+        names, out = named_dims(operation_name(use, None) or "", use.args, use.kwargs, ranks[:2], ranks[2])
+    except (ValueError, LookupError, TypeError):  # it has no rule, and stays whole
+        return 0
+    own = names[operands.index(weight_of(use))]  # type: ignore[arg-type]
+    return next((dim for dim, name in enumerate(own) if name not in out), 0)
 
 
 def factors(use: fx.Node) -> list[fx.Node]:
@@ -168,7 +152,7 @@ def weight_views(module: fx.GraphModule, shape_of: ShapeOf) -> dict[fx.Node, Wei
     for node, view in views.items():
         for user in node.users:
             if weight_of(user) is node and user.all_input_nodes.count(node) == 1:
-                read[view.first].add(view.dims[contracted(user, len(view.dims))])
+                read[view.first].add(view.dims[contracted(user, shape_of)])
             elif not is_question(user) and user not in views:
                 others.add(view.first)
     alike = {first for first, dims in read.items() if len(dims) == 1} - others
