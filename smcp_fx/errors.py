@@ -62,3 +62,10 @@ def is_out_of_memory(error: BaseException) -> bool:
     """Whether memory, of a processor or a GPU, was too little."""
     words = ("not enough memory", "can't allocate memory", "out of memory")
     return isinstance(error, MemoryError) or any(told in str(error) for told in words)
+
+
+def first_line(error: BaseException) -> str:
+    """Return the first line of an error's message, as a sentence."""
+    text = str(error).strip().splitlines()
+    line = text[0] if text else type(error).__name__
+    return line if line.endswith((".", "!", "?")) else line + "."

@@ -13,7 +13,7 @@ from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from smcp_fx.errors import InputError
+from smcp_fx.errors import InputError, first_line
 from smcp_fx.interface.example_inputs import default_inputs
 from smcp_fx.interface.positional import positional
 from smcp_fx.kept_channels import WIDTHS, Widths, cut_of, note_cut, renumbered
@@ -23,7 +23,7 @@ from smcp_fx.prepared import PreparedModel
 from smcp_fx.proof import IMAGES, OTHERS, more_images, on_some, run_watched
 from smcp_fx.pruning.ranks import require_whole
 from smcp_fx.tracing.copying import deep_copy
-from smcp_fx.tracing.example_runs import first_line, outputs_of_modules, unchanged
+from smcp_fx.tracing.example_runs import outputs_of_modules, unchanged
 from smcp_fx.tracing.modes import conditions, is_flag
 from smcp_fx.tracing.own_weights import LAYERS, settle_named
 from smcp_fx.tracing.sentences import is_ours

@@ -39,11 +39,10 @@ from smcp_fx.backends.onnx.naming import name_axes, name_values, rename_weights
 from smcp_fx.backends.onnx.opset import lower_opset
 from smcp_fx.backends.onnx.recurrent import TRANSLATIONS, WholeRecurrentLayers, fold_weights
 from smcp_fx.backends.onnx.refusals import explain
-from smcp_fx.errors import BackendError, InputError, SmcpError
+from smcp_fx.errors import BackendError, InputError, SmcpError, first_line
 from smcp_fx.interface.positional import flattened, returning_tensors
 from smcp_fx.interface.wrapping import is_prepared
 from smcp_fx.storage.files import check_replaceable
-from smcp_fx.tracing.example_runs import first_line
 from smcp_fx.tracing.modes import left_out
 from smcp_fx.tracing.names import any_names
 
@@ -279,14 +278,13 @@ def _export_program(model: nn.Module, inputs: tuple[Tensor, ...], axes: Axes) ->
         raise
     except Exception as error:
         _require_runs(model, inputs, given)
-        first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         by_values = isinstance(error, GuardOnDataDependentSymNode)
         cure = (
             " Its Python asks for values of tensors, which a file cannot hold: export the parts, such as "
             "export_onnx(smaller.body, ...)."
         )
         raise BackendError(
-            f"torch.export cannot capture {type(model).__name__} on inputs of shapes {given}: {first}."
+            f"torch.export cannot capture {type(model).__name__} on inputs of shapes {given}: {first_line(error)}"
             f"{cure if by_values else _fewer(axes)}"
         ) from error
 

@@ -17,7 +17,7 @@ import onnx
 from onnx import helper, numpy_helper
 
 from smcp_fx.backends.onnx.clean import constant_tensors, tensor_types
-from smcp_fx.errors import BackendError
+from smcp_fx.errors import BackendError, first_line
 
 FROM, TO = 18, 17
 
@@ -37,7 +37,7 @@ def lower_opset(model: onnx.ModelProto) -> onnx.ModelProto:
     try:
         onnx.checker.check_model(lowered, full_check=True)
     except Exception as error:
-        raise _refused(str(error).strip().splitlines()[0] if str(error).strip() else repr(error)) from error
+        raise _refused(first_line(error).rstrip(".")) from error
     return lowered
 
 

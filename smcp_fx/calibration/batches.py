@@ -16,10 +16,10 @@ import torch
 from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
-from smcp_fx.errors import InputError, SmcpError
+from smcp_fx.errors import InputError, SmcpError, first_line
 from smcp_fx.regions import Joined, joined_inputs
 from smcp_fx.tracing.call_forms import parameters_of
-from smcp_fx.tracing.example_runs import first_line, run_eager
+from smcp_fx.tracing.example_runs import run_eager
 
 #: Most bytes of batches, or of the values computed from them, that are held at a time. Chosen, not measured.
 MEMORY = 2 * 2**30

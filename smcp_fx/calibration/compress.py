@@ -8,7 +8,7 @@ from torch import nn
 
 from smcp_fx.calibration.batches import again, device_of, each_batch
 from smcp_fx.calibration.candidates import solve_best
-from smcp_fx.calibration.gathering import gather_halfway, gather_importance
+from smcp_fx.calibration.gathering import deep, gather_halfway, gather_importance
 from smcp_fx.calibration.objective import Loss
 from smcp_fx.calibration.progress import Progress, Stretch
 from smcp_fx.calibration.repair import repair
@@ -55,7 +55,8 @@ def compress(
     first = next(each_batch(batches)).to(device_of(model)).for_model(model)
     example = first.kwargs or first.args
     prepared = prepare(model, example, target=target, cost=cost, config=config)
-    whole, halfway, solving, repairing = Stretch(progress).split(0.17, 0.52, 0.83)
+    shares = (0.17, 0.52, 0.83) if deep(prepared) else (0.26, 0.26, 0.72)  # what they take
+    whole, halfway, solving, repairing = Stretch(progress).split(*shares)
     gather_importance(prepared, batches, loss, outputs=outputs, progress=whole)
     gather_halfway(prepared, batches, loss, outputs=outputs, progress=halfway)
     solve_best(prepared, batches, loss, outputs=outputs, progress=solving)

@@ -50,10 +50,10 @@ class Curvature:
             @torch.no_grad()
             def heed(gradient: Tensor) -> None:
                 for key, change, offset in self._changes[run.reader]:
-                    moved = run.product(change).sub_(run.reader.consumer.along_outputs(offset)).mul_(gradient)
+                    moved = run.product(change).sub_(run.reader.consumer.along_outputs(offset))
                     # One sum an image; where the first dimension is not of images, one for the whole batch.
                     split = batch.images if moved.shape[0] % batch.images == 0 else 1
-                    sums = moved.reshape(split, -1).sum(1, dtype=torch.float64)
+                    sums = torch.linalg.vecdot(*(v.reshape(split, -1) for v in (moved, gradient))).double()
                     found[key] = found[key] + sums if key in found else sums
 
             y.register_hook(heed)  # type: ignore[no-untyped-call]

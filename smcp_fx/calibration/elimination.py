@@ -180,12 +180,11 @@ class Elimination:
         reader = run.reader
         images, positions = reader.consumer.positions(run.y)
         wanted = rows_for(reader.places.numel())
-        mine = None  # images are apart where the first dimension is theirs
-        if used is not None and images % used.numel() == 0:
-            mine = used.repeat_interleave(images // used.numel()).nonzero().flatten().to(run.y.device)
-            images = mine.numel()
-        chosen = some_of(positions, -(-wanted // (self.batches * images)), generator).to(run.y.device)
-        for inputs, _ in reader.consumer.rows(run.x.detach(), run.y.detach(), chosen, mine):
+        mine = torch.arange(images)
+        if used is not None and images % used.numel() == 0:  # images are apart: the first dimension is theirs
+            mine = used.repeat_interleave(images // used.numel()).nonzero().flatten()
+        chosen = some_of(positions, -(-wanted // (self.batches * mine.numel())), generator)
+        for inputs, _ in reader.consumer.rows(run.x.detach(), run.y.detach(), mine, chosen):
             reader.gram.add(inputs)
 
     @torch.no_grad()

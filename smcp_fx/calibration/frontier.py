@@ -75,14 +75,14 @@ class Frontier(ModeInterpreter):
         values: Values = {}
         self._inputs.append(self._bound(batch))
         self.batches.append(batch)
-        held = []
+        held, sizes = list[int](), dict[fx.Node, dict[tuple[torch.device, int], int]]()
         for node in self.nodes:
             self._run(-1, values, node)
-            found = {
-                (leaf.device, leaf.untyped_storage().data_ptr()): leaf.untyped_storage().nbytes()
-                for leaf in pytree.tree_leaves(list(values.values()))
-                if isinstance(leaf, Tensor) and not leaf.requires_grad
-            }
+            if node in values:
+                sizes[node] = _sizes(values[node])
+            found = dict[tuple[torch.device, int], int]()
+            for value in values:
+                found.update(sizes[value])
             held.append(sum(found.values()))
         self._inputs.pop()
         self.batches.pop()
@@ -122,6 +122,15 @@ class Frontier(ModeInterpreter):
             node: given[place:] if str(node.target).startswith("*") else given[place : place + 1]
             for place, node in enumerate(places)
         }
+
+
+def _sizes(value: Any) -> dict[tuple[torch.device, int], int]:
+    """The bytes of each memory that a value lies in, by where it is."""
+    return {
+        (leaf.device, leaf.untyped_storage().data_ptr()): leaf.untyped_storage().nbytes()
+        for leaf in pytree.tree_leaves(value)
+        if isinstance(leaf, Tensor) and not leaf.requires_grad
+    }
 
 
 def _copied(value: Any) -> Any:

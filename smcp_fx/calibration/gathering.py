@@ -40,6 +40,8 @@ from smcp_fx.pruning.worth import Floats
 
 _logger = logging.getLogger(__name__)
 
+#: Below this share of the cost, importances are gathered again halfway. Docs: experiments.md.
+_DEEP = 0.5
 #: Shares of the time after which inputs are gathered, and channels in order; the rest is for rises. Estimates.
 _SHARES = (0.5, 0.7)
 
@@ -129,7 +131,8 @@ def gather_halfway(
     The fewer channels the others have left, the more each matters: rises of single groups do not add up. So masks are
     solved for halfway (the root of the share that is asked for), what they leave is repaired, and importances and
     rises are gathered from that. Of channels that are gone there, the order from before stays. Leaves the masks
-    halfway, for `Pruner.solve` to end it. Does nothing where no rises are known, or nothing need go.
+    halfway, for `Pruner.solve` to end it. Does nothing where no rises are known, or where half of the cost or more
+    stays, which is where it gains nothing.
 
     Args:
         batches: as for `gather_importance`; those without labels get some that are drawn from the whole model's
@@ -143,7 +146,7 @@ def gather_halfway(
     prepared = prepared_of("gather_halfway", prepared)
     pruner, state, batches = prepared.pruner, prepared.smcp, again(batches)
     share, before = pruner.target / (pruner.correction * pruner.full_cost), state.rises
-    if before is None or share >= 1:
+    if before is None or not deep(prepared) or share >= 1:
         return
     pruner.check_target()
     pruner.solve(math.sqrt(share) * pruner.correction)
@@ -158,6 +161,11 @@ def gather_halfway(
         mine[order.units.to(mine.device)] = mine.sort().values[mine.numel() - order.units.numel() :]
     found = {name: order.rises for name, order in orders.items() if order.rises is not None}
     state.rises = _joined(before, found, {name: int(state.of_group(there, name).sum()) for name in before})
+
+
+def deep(prepared: PreparedModel) -> bool:
+    """Whether the target is so low that a network halfway is worth gathering from."""
+    return prepared.pruner.target < _DEEP * prepared.pruner.full_cost
 
 
 def weigh(

@@ -6,8 +6,9 @@ kernel elements]. A transposed convolution is the plain one of its zero-stuffed 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -73,46 +74,54 @@ class Consumer:
     def squares(self, y: Tensor) -> Tensor:
         """Return squares of an output-shaped tensor, summed over images and positions, [groups, outputs] float64."""
         y = self._batched(y)
-        last = y.movedim(1, -1) if self.rank else y
-        return last.flatten(0, -2).double().square().sum(0).reshape(self.groups, -1)
+        by_channel, along = (y.flatten(2), -1) if self.rank else (y.flatten(0, -2), 0)
+        norms = torch.linalg.vector_norm(by_channel, dim=along, dtype=torch.float64)
+        return norms.square().reshape(-1, y.shape[1 if self.rank else -1]).sum(0).reshape(self.groups, -1)
 
     def rows(
-        self, x: Tensor, y: Tensor, chosen: Tensor, images: Tensor | None = None
+        self, x: Tensor, y: Tensor, images: Tensor, positions: Tensor, channels: Tensor | None = None
     ) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield inputs and outputs at the chosen positions of each image, or of some ``images``, a chunk at a time.
+        """Yield inputs and outputs of some images at some positions, a chunk of images at a time.
 
-        Chunks are [images, positions, groups, inputs] and [images, positions, groups, outputs].
+        ``channels``: those of ``y`` that the layer's outputs are, if it has more. Indices lie on the CPU, so that no
+        GPU is waited for. Chunks are [images, positions, groups, inputs] and [images, positions, groups, outputs].
         """
         x, y = self._batched(x), self._batched(y)
-        if images is not None:
-            x, y = x.index_select(0, images), y.index_select(0, images)
         columns = self.matrix(self.weight).shape[:2].numel()
-        at_once = max(1, _CHUNK // max(1, columns * chosen.numel()))
-        for some in range(0, x.shape[0] if chosen.numel() else 0, at_once):
-            part, outputs = x[some : some + at_once], y[some : some + at_once]
-            if self.rank:
-                inputs = self._read(part, outputs.shape[2:], chosen)
-                outputs = outputs.flatten(2).transpose(1, 2)[:, chosen]
-            else:
-                inputs, outputs = (
-                    value.reshape(value.shape[0], -1, value.shape[-1]).index_select(1, chosen)
-                    for value in (part, outputs)
-                )
+        at_once = max(1, _CHUNK // max(1, columns * positions.numel()))
+        if channels is not None:
+            channels = channels.to(y.device)
+        read = self._reader(x, y.shape[2:], positions) if self.rank else partial(_at, x, positions)
+        for some in images.split(at_once) if images.numel() and positions.numel() else ():
+            inputs, outputs = read(some), _at(y.flatten(2).mT if self.rank else y, positions, some)
+            if channels is not None:
+                outputs = outputs.index_select(-1, channels)
             yield (
                 inputs.reshape(*inputs.shape[:2], self.groups, -1),
                 outputs.reshape(*outputs.shape[:2], self.groups, -1),
             )
 
-    def _read(self, x: Tensor, lengths: torch.Size, chosen: Tensor) -> Tensor:
-        """Return what the outputs at chosen positions read, [images, positions, channels, kernel]."""
-        x, stride = self._padded(x, lengths)
-        flat = torch.zeros((chosen.numel(), 1), dtype=torch.int64, device=x.device)
-        for dim, place in enumerate(torch.unravel_index(chosen, lengths)):
-            taps = torch.arange(self.weight.shape[2 + dim], device=x.device) * self.dilation[dim]
+    def _reader(self, x: Tensor, lengths: torch.Size, positions: Tensor) -> Callable[[Tensor], Tensor]:
+        """Return what the outputs at positions read of some images, [images, positions, channels, kernel]."""
+        x, stride, left = self._padded(x, lengths)
+        flat = torch.zeros((positions.numel(), 1), dtype=torch.int64)
+        inside = torch.ones_like(flat, dtype=torch.bool)
+        for dim, place in enumerate(torch.unravel_index(positions, lengths)):
+            taps = torch.arange(self.weight.shape[2 + dim]) * self.dilation[dim] - left[dim]
             reads = place.unsqueeze(1) * stride[dim] + taps
+            there = (reads >= 0) & (reads < x.shape[2 + dim])
             flat = (flat.unsqueeze(2) * x.shape[2 + dim] + reads.unsqueeze(1)).flatten(1)
-        found = x.flatten(2).transpose(1, 2)[:, flat.flatten()]  # several times as fast as `index_select`
-        return found.reshape(len(x), *flat.shape, -1).transpose(2, 3)
+            inside = (inside.unsqueeze(2) & there.unsqueeze(1)).flatten(1)
+        outside = (~inside).flatten().nonzero().flatten()
+        shape, flat = flat.shape, flat.where(inside, 0).flatten()
+
+        def read(images: Tensor) -> Tensor:
+            found = _at(x.flatten(2).mT, flat, images)
+            if outside.numel():
+                found.index_fill_(1, outside.to(x.device), 0)
+            return found.reshape(len(images), *shape, -1).transpose(2, 3)
+
+        return read
 
     def _batched(self, value: Tensor) -> Tensor:
         """Add a first dimension of images where it is missing."""
@@ -120,18 +129,24 @@ class Consumer:
             value.unsqueeze(0) if value.dim() == self.rank + 1 and (self.rank or value.dim() == 1) else value
         )
 
-    def _padded(self, x: Tensor, lengths: torch.Size) -> tuple[Tensor, tuple[int, ...]]:
-        """Return the padded input, and the stride with which the kernel goes over it."""
-        kernel, pads, stride = self.weight.shape[2:], list(self.pads), self.stride
+    def _padded(self, x: Tensor, lengths: torch.Size) -> tuple[Tensor, tuple[int, ...], list[int]]:
+        """Return the input, the stride with which the kernel goes over it, and the zeros that would pad its start."""
+        kernel, stride, left = self.weight.shape[2:], self.stride, list(self.pads[::2][::-1])
         if self.transposed:
             x = _stuffed(x, stride)
             stride = (1,) * self.rank
-            for dim in range(self.rank):  # the output's size decides what is cut or added at the end
-                reach = self.dilation[dim] * (kernel[dim] - 1)
-                left = reach - self.pads[2 * dim]
-                place = 2 * (self.rank - 1 - dim)
-                pads[place], pads[place + 1] = left, lengths[dim] + reach - left - x.shape[2 + dim]
-        return (F.pad(x, pads, self.mode) if any(pads) else x), stride
+            left = [
+                d * (k - 1) - pad for d, k, pad in zip(self.dilation, kernel, self.pads[::2], strict=True)
+            ]
+        if self.mode == "constant":
+            return x, stride, left
+        return F.pad(x, self.pads, self.mode), stride, [0] * self.rank
+
+
+def _at(values: Tensor, positions: Tensor, images: Tensor) -> Tensor:
+    """Return [images, positions, channels] of values [all images, ..., channels]."""
+    values = values.reshape(values.shape[0], -1, values.shape[-1])
+    return values[images.unsqueeze(1).to(values.device), positions.to(values.device)]  # copies nothing else
 
 
 def rows_for(inputs: int) -> int:

@@ -26,7 +26,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from smcp_fx.calibration.batches import Batch
-from smcp_fx.errors import InputError, SmcpError
+from smcp_fx.errors import InputError, SmcpError, first_line
 from smcp_fx.output_kinds import (
     HALF_SUM,
     Kinds,
@@ -41,7 +41,6 @@ from smcp_fx.output_kinds import (
     told,
 )
 from smcp_fx.pruning.loop_watch import tell
-from smcp_fx.tracing.example_runs import first_line
 
 Loss = Callable[[Any, Any], Tensor]
 #: A loss is at its minimum where `cancelled` is below. Measured on ten small networks: at most 1e-5 where labels are

@@ -290,24 +290,30 @@ class _Fit:
         quota = math.ceil(wanted / (len(self.smaller.batches) * len(consumers)))
         generator = torch.Generator().manual_seed(0)
         seen = [0] * len(consumers)
+        gone = [self.kept.axis(self.kept.channels.trail.labels[consumer.node.name]) for consumer in consumers]
         for batch in range(len(self.smaller.batches)):
             inputs, outputs = self._pairs(batch, consumers, whole)
             for index, (consumer, key) in enumerate(zip(consumers, keys, strict=True)):
-                x, y = inputs[index], outputs[index]
+                x, y, kept = inputs[index], outputs[index], gone[index]
+                channels = None
+                if kept is not None and kept[0] == y.dim() - 1 - consumer.rank:
+                    channels = kept[1]  # of the rows alone: they are fewer
+                elif kept is not None:
+                    y = y.index_select(kept[0], kept[1].to(y.device))
                 images, positions = consumer.positions(y)
-                chosen = some_of(positions, -(-quota // images), generator).to(y.device)
+                chosen = some_of(positions, -(-quota // images), generator)
                 last = (seen[index] + torch.arange(images)) % self.fold == self.fold - 1
                 seen[index] += images
                 before = matrix.to(y)
                 for sums, part in ((uses[key].fit, ~last), (uses[key].held_out, last)):
-                    for rows in consumer.rows(x, y, chosen, part.nonzero().flatten().to(y.device)):
+                    for rows in consumer.rows(x, y, part.nonzero().flatten(), chosen, channels):
                         sums.add_pairs(*rows, before)
         return uses
 
     def _pairs(
         self, batch: int, consumers: list[Consumer], whole: list[fx.Node]
     ) -> tuple[list[Tensor], list[Tensor]]:
-        """Return each use's inputs in the smaller network and outputs in the whole one, without removed channels."""
+        """Return each use's inputs in the smaller network and outputs in the whole one."""
         self.smaller.advance(consumers[0].node, past=False)
         if len(consumers) == 1:
             self.whole.advance(whole[0])
@@ -320,18 +326,13 @@ class _Fit:
             there = self.whole.ahead(batch, set(whole), lambda node, values: _copy(values, node))
             inputs = [here[c.node] for c in consumers]
             outputs = [there[node] for node in whole]
-        return inputs, [self._less(y, c.node.name) for y, c in zip(outputs, consumers, strict=True)]
+        return inputs, outputs
 
     def _use(self, consumer: Consumer) -> Use:
         if consumer.bias is not None:
             return Use("bias", consumer.bias.detach().double().reshape(consumer.groups, -1))
         behind = consumer.node in self.normalised and len(consumer.node.users) == 1
         return Use("norm" if behind else "none", None)
-
-    def _less(self, value: Tensor, name: str) -> Tensor:
-        """Return a value of the whole network without the removed channels."""
-        axis = self.kept.axis(self.kept.channels.trail.labels[name])
-        return value if axis is None else value.index_select(axis[0], axis[1].to(value.device))
 
     # ---- batch norms ------------------------------------------------------------------------------------
 

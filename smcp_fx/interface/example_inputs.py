@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from smcp_fx.errors import InputError
+from smcp_fx.errors import InputError, first_line
 from smcp_fx.tracing.call_forms import parameters_of
-from smcp_fx.tracing.example_runs import first_line, run_eager
+from smcp_fx.tracing.example_runs import run_eager
 
 Convolution = nn.Conv1d | nn.Conv2d | nn.Conv3d
 #: Sides that are tried, smallest first, by the number of an image's dimensions.

@@ -8,6 +8,8 @@ from __future__ import annotations
 import copy
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from operator import is_
 from types import TracebackType
 from typing import Any
 
@@ -54,13 +56,52 @@ def refuse_state(module: nn.Module) -> None:
         )
 
 
-def _attributes_of(module: nn.Module) -> dict[str, tuple[Any, Any]]:
-    """A module's attributes, and the content of lists and dicts, to which forward may add."""
-    return {
-        # Modules hold a dozen empty dicts of hooks each.
-        name: (value, (_copied(value) if value else ()) if isinstance(value, (list, dict)) else None)
-        for name, value in vars(module).items()
-    }
+@dataclass(frozen=True)
+class _Held:
+    """A module's attributes, and the content of lists and dicts, to which forward may add; many are empty."""
+
+    module: nn.Module
+    attributes: dict[str, Any]
+    contents: list[tuple[Any, Any]]
+    empty: list[Any]
+
+    @classmethod
+    def of(cls, module: nn.Module) -> _Held:
+        attributes = vars(module).copy()
+        found = [value for value in attributes.values() if isinstance(value, (list, dict))]
+        return cls(
+            module, attributes, [(value, _copied(value)) for value in found if value],
+            [value for value in found if not value],
+        )  # fmt: skip
+
+    def restore(self, constants: bool) -> None:
+        """Undo the changes of a traced forward to the module: a cache would hold proxies now.
+
+        The ``constants`` that the tracer adds stay: the graph reads them. A list or dict that forward has put in the
+        place of another stays as it is, since forward may have returned it.
+        """
+        now = vars(self.module)
+        if not _same(now, self.attributes):
+            for name, value in list(now.items()):
+                if name not in self.attributes and not (constants and isinstance(value, Tensor)):
+                    del now[name]
+            now.update(self.attributes)
+        filled: list[tuple[Any, Any]] = (
+            [(value, {}) for value in self.empty if value] if any(self.empty) else []
+        )
+        for value, content in self.contents + filled:
+            if isinstance(value, list):
+                value[:] = content  # the same object, since others may hold it
+            elif type(value).update in (dict.update, OrderedDict.update) and not _same(value, content):
+                value.clear()  # (frozen ones cannot change)
+                value.update(content)
+
+
+def _same(one: dict[Any, Any], other: dict[Any, Any]) -> bool:
+    """Whether two dicts hold the same objects, in the same order."""
+    return (
+        len(one) == len(other) and all(map(is_, one.values(), other.values())) and all(map(is_, one, other))
+    )
 
 
 def _copied(value: list[Any] | dict[Any, Any]) -> list[Any] | dict[Any, Any]:
@@ -68,42 +109,19 @@ def _copied(value: list[Any] | dict[Any, Any]) -> list[Any] | dict[Any, Any]:
     return value.copy() if type(value) in (list, dict, OrderedDict) else copy.copy(value)
 
 
-def _restore_attributes(
-    module: nn.Module, attributes: dict[str, tuple[Any, Any]], constants: bool = True
-) -> None:
-    """Undo the changes of a traced forward to the module: a cache would hold proxies now.
-
-    The ``constants`` that the tracer adds stay: the graph reads them. A list or dict that forward has put in the
-    place of another stays as it is, since forward may have returned it.
-    """
-    for name, value in list(vars(module).items()):
-        if name not in attributes and not (constants and isinstance(value, Tensor)):
-            del vars(module)[name]
-    for name, (value, content) in attributes.items():
-        if vars(module).get(name, module) is not value:
-            vars(module)[name] = value
-        if isinstance(value, list):
-            value[:] = content  # the same object, since others may hold it
-        elif not isinstance(value, dict) or not (value or content):  # as the hooks of most modules
-            continue
-        elif type(value).update in (dict.update, OrderedDict.update):
-            value.clear()  # (frozen ones cannot change)
-            value.update(content)
-
-
 class Attributes:
     """The attributes of a model's modules, to be put back."""
 
     def __init__(self, model: nn.Module) -> None:
         modules = list(model.modules())
-        self._held = [(module, _attributes_of(module)) for module in modules]
+        self._held = [_Held.of(module) for module in modules]
         scripted = (module for module in modules if isinstance(module, torch.jit.ScriptModule))
         self._modes = [(module, module.training) for module in scripted]
 
     def restore(self, constants: bool = True) -> None:
         """Undo what was assigned since."""
-        for module, attributes in self._held:
-            _restore_attributes(module, attributes, constants)
+        for held in self._held:
+            held.restore(constants)
         for module, mode in self._modes:  # a scripted module stores its mode elsewhere
             module.training = mode
 

@@ -192,10 +192,3 @@ def _scale(value: Tensor) -> float:
     if not value.numel() or not value.is_floating_point():
         return 0.0
     return float(torch.nan_to_num(value.detach(), 0.0, 0.0, 0.0).abs().max())
-
-
-def first_line(error: BaseException) -> str:
-    """Return the first line of an error's message, as a sentence."""
-    text = str(error).strip().splitlines()
-    line = text[0] if text else type(error).__name__
-    return line if line.endswith((".", "!", "?")) else line + "."

@@ -79,13 +79,13 @@ def drawing(
         }
         for name, value in stand_ins.items():
             yield module, name, value
+        by_function = {id(found[name]): value for name, value in stand_ins.items()}
         for space in spaces:
             if not isinstance(space, ModuleType):
                 continue
             for name, value in vars(space).items():
-                own = next((n for n in stand_ins if value is found[n]), None) if callable(value) else None
-                if own is not None:
-                    yield space, name, stand_ins[own]
+                if id(value) in by_function:
+                    yield space, name, by_function[id(value)]
 
 
 _NUMPYS = getattr(np.random.random, "__self__", None)

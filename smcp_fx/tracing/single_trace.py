@@ -14,12 +14,12 @@ import torch
 from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
-from smcp_fx.errors import SmcpError, TraceError
+from smcp_fx.errors import SmcpError, TraceError, first_line
 from smcp_fx.tracing.attributes import Attribute, Attributes
 from smcp_fx.tracing.autograd_functions import functions_kept
 from smcp_fx.tracing.block_hooks import note_call
 from smcp_fx.tracing.contexts import AutocastError, Contexts
-from smcp_fx.tracing.example_runs import first_line, unchanged
+from smcp_fx.tracing.example_runs import unchanged
 from smcp_fx.tracing.mode_paths import Modes, ModeTrace
 from smcp_fx.tracing.mode_reads import ReadsOfTraining
 from smcp_fx.tracing.mode_steps import alike

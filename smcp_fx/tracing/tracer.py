@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from smcp_fx.errors import InputError, TraceError
+from smcp_fx.errors import InputError, TraceError, first_line
 from smcp_fx.tracing.call_forms import Form, forms_of, parameters_of
 from smcp_fx.tracing.contexts import (
     AutocastError,
@@ -30,7 +30,6 @@ from smcp_fx.tracing.contexts import (
     without_gradients,
 )
 from smcp_fx.tracing.example_runs import (
-    first_line,
     images_in,
     outputs_of_modules,
     record,

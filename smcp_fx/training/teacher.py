@@ -15,13 +15,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from smcp_fx.config import is_number
-from smcp_fx.errors import InputError, SmcpError
+from smcp_fx.errors import InputError, SmcpError, first_line
 from smcp_fx.interface.wrapping import is_prepared, unwrapped
 from smcp_fx.output_kinds import Kinds, Reading, named_tensors, read_outputs, spread, told
 from smcp_fx.pruning.loop_watch import tell
 from smcp_fx.pruning.ranks import require_whole
 from smcp_fx.tracing.copying import deep_copy
-from smcp_fx.tracing.example_runs import first_line
 from smcp_fx.training.features import Student, hooked, require_modules
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from smcp_fx.errors import InputError
+from smcp_fx.errors import InputError, first_line
 from smcp_fx.interface.example_inputs import first_convolution, shape_of_text
 from smcp_fx.tracing.example_runs import run_eager
 from smcp_fx.zoo.data import ImageData, call_factory
@@ -246,7 +246,7 @@ def _fit(model: nn.Module, spec: str, data: ImageData, sizes: Sequence[int] | No
         try:
             output = run_eager(model, (torch.zeros(2, channels, size, size),))
         except Exception as error:
-            reasons.append(f"{size}: {str(error).splitlines()[0] if str(error) else type(error).__name__}")
+            reasons.append(f"{size}: {first_line(error).rstrip('.')}")
             continue
         if not isinstance(output, Tensor) or output.dim() != 2 or output.shape[1] < max(data.classes, 2):
             shape = tuple(output.shape) if isinstance(output, Tensor) else type(output).__name__

@@ -11,7 +11,7 @@ from urllib.parse import urlsplit
 
 import torch
 
-from smcp_fx.errors import InputError
+from smcp_fx.errors import InputError, first_line
 from smcp_fx.zoo.weights import Weights
 
 #: Entries of ONNX's own for images (onnx: docs/MetadataProps.md): mean and deviation of values in [0, 1]; channels.
@@ -148,10 +148,9 @@ def _of_timm(name: str) -> Weights:
     try:
         state = timm.create_model(name, pretrained=True).state_dict()
     except Exception as error:  # timm's, the hub client's, or the network's
-        first = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise InputError(
-            f"timm's weights of {name} could not be fetched ({first}); fetch them where there is a network and give "
-            "the file by --weights"
+            f"timm's weights of {name} could not be fetched ({first_line(error).rstrip('.')}); fetch them where "
+            "there is a network and give the file by --weights"
         ) from error
     return Weights(state, f"timm's {name}")
 

@@ -29,7 +29,7 @@ LAYERS = [
 
 @pytest.mark.parametrize("layer", LAYERS, ids=str)
 def test_rows_times_matrix_is_the_layer(layer: nn.Module) -> None:
-    """Whatever its kind: what a regression is about is what the layer computes."""
+    """Whatever its kind: what a regression is about is what the layer computes, also where y has more channels."""
     layer = layer.double()
     rank = 0 if isinstance(layer, nn.Linear) else layer.weight.dim() - 2
     x = torch.randn(3, 6, *(7,) * rank, dtype=torch.float64) if rank else torch.randn(3, 5, 6).double()
@@ -42,7 +42,10 @@ def test_rows_times_matrix_is_the_layer(layer: nn.Module) -> None:
     assert layer.bias is not None
     chosen, images = torch.randperm(positions)[: positions // 2 + 1], torch.tensor([2, 0])
     apart = (y.flatten(2).transpose(1, 2) if rank else y)[images][:, chosen]
-    for inputs, outputs in consumer.rows(x, y, chosen, images):
+    wider, order = torch.cat([y, -y], y.dim() - 1 - rank), torch.arange(y.shape[-1 - rank])
+    for inputs, outputs in [
+        *consumer.rows(x, y, images, chosen), *consumer.rows(x, wider, images, chosen, order)
+    ]:  # fmt: skip
         found = torch.einsum("npgi,gio->npgo", inputs, matrix).flatten(2) + layer.bias
         assert_close(found.detach(), outputs.flatten(2), "slicing")
         assert torch.equal(outputs.flatten(2), apart)

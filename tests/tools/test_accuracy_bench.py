@@ -85,6 +85,8 @@ def test_networks_are_narrowed_until_they_measure_the_target(tmp_path: Path) -> 
     watch = Known("known", torch.nn.Linear(1, 1000), torch.zeros(1, 1), Record(tmp_path / "record.jsonl"))
     aim = watch.narrowed(0.4, lambda share: (torch.nn.Linear(1, round(1000 * share)), share))
     assert 0.1 + 0.9 * aim == pytest.approx(0.4, abs=CLOSE) and watch.measured <= 2 * (TRIES + 1)
+    other = Known("known", torch.nn.Linear(1, 1), torch.zeros(1, 1), watch._record, "torch")
+    assert (watch.name, other.name) == ("known", "known, torch")  # records never mix backends
 
 
 def test_widths_are_told_apart_whatever_the_weights() -> None:

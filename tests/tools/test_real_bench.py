@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 _PATH = sys.path[:]
 sys.path.insert(0, str(Path(__file__).parents[2] / "tools" / "bench"))
-from real import lines, things  # noqa: E402
+from real import lines, pages, sounds, things  # noqa: E402
 from real import run as bench  # noqa: E402
 from real.networks import Subject  # noqa: E402
 from real.report import ones, paired, wilson, write_document  # noqa: E402
@@ -71,6 +71,46 @@ def test_lines_are_read_as_ctc_says() -> None:
     numbers = torch.tensor([[0, 1, 1, 0, 1, 2], [2, 2, 3, 0, 0, 0]])
     assert lines.read(["", "a", "b", " "], numbers) == ["aab", "b "]
     assert lines.right(["", "a", "b", " "], ["aa b", "bb"], numbers) == [True, False]
+
+
+def test_pages_are_right_where_all_lines_are_found_and_nothing_else(folder: Path) -> None:
+    images, truth = pages.Pages(folder, "test").draw(4, 5)
+    again, _ = pages.Pages(folder, "test").draw(4, 5)
+    assert images.shape == (4, 3, 320, 320) and torch.equal(images, again) and all(truth)
+    marked = torch.zeros(4, 320, 320, dtype=torch.bool)
+    for page, boxes in zip(marked, truth, strict=True):
+        for left, top, end, bottom in boxes:
+            assert 0 <= left < end <= 320 and 0 <= top < bottom <= 320
+            page[top:bottom, left:end] = True
+    scores = torch.stack([~marked, marked], -1)[:, None].float().clamp_min(1e-8).log()
+    maps = pages.found(scores)
+    assert torch.equal(maps, marked) and pages.right(truth, maps) == [True] * 4
+    left, top, end, bottom = truth[1][0]
+    maps[1, top:bottom, left:end] = False
+    maps[2] |= torch.rand(320, 320) < 0.5
+    assert pages.right(truth, maps) == [True, False, False, True]
+    assert pages.agree(marked, maps) == [True, False, False, True]
+
+
+def test_sounds_have_the_pitch_that_is_told() -> None:
+    """By the peak of each frame's autocorrelation; whole periods, as quiet even harmonics may double it."""
+    parts = [sounds.Sounds(part) for part in ("calibration", "test")]
+    assert not {v.low for v in parts[0]._voices} & {v.low for v in parts[1]._voices}
+    frames, pitches = parts[1].draw(40, 5)
+    assert torch.equal(frames, parts[1].draw(40, 5)[0])
+    assert_close(torch.stack([frames.mean(1) + 1, frames.std(1)]), torch.ones(2, 40), "slicing")
+    good = 0
+    for frame, pitch in zip(frames, pitches, strict=True):
+        period = sounds.RATE / (10 * 2 ** (pitch / 1200))
+        lags = torch.fft.irfft(torch.fft.rfft(frame, 2 * sounds.FRAME).abs() ** 2)[: sounds.FRAME // 2]
+        best = int(lags[round(0.7 * period) : round(1.4 * period) + 1].argmax()) + round(0.7 * period)
+        good += abs(best - period) <= 0.03 * period + 1
+    assert good >= 36
+    scores = torch.zeros(2, 360, 2)
+    scores[0, 100, 1], scores[1, 359, 1] = 1, 1
+    found = sounds.heard(scores)
+    assert found.tolist() == pytest.approx([3997.3794084, 9177.3794084])
+    assert sounds.near([4047, 9120], found) == [True, False]
 
 
 def test_intervals_are_those_of_scipy() -> None:

@@ -27,7 +27,8 @@ class Setting:
     """A trained network and calibration images, and what is gathered from them once for all targets.
 
     ``target``: what is asked for now, which halfway is reckoned from. ``batch``: images at a time; ``loss`` of
-    outputs and labels; ``head``: the path of the last layer, which rivals are told to leave alone.
+    outputs and labels; ``head``: the path of the last layer, which rivals are told to leave alone; ``outputs``: what
+    the outputs are, as for `smcp_fx.compress`.
     """
 
     target: float
@@ -43,8 +44,10 @@ class Setting:
         batch: int = _BATCH,
         loss: Callable[[Tensor, Tensor], Tensor] = F.cross_entropy,
         head: str = "head",
+        outputs: str = "classes",
     ) -> None:
         self.model, self.seed, self.cost, self.loss, self.head = model, seed, cost, loss, head
+        self.outputs = outputs
         self.multiple = 1 if cost == "flops" else _MULTIPLE
         self.example = images[:2] if example is None else example
         self.images = list(images.split(batch))
@@ -90,7 +93,7 @@ class Setting:
 
     @property
     def _kinds(self) -> str | None:
-        return "classes" if self._loss is None else None
+        return self.outputs if self._loss is None else None
 
     @cached_property
     def free(self) -> smcp_fx.PreparedModel:

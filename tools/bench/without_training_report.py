@@ -191,16 +191,18 @@ def _cost_table(costs: Lines) -> list[str]:
         "In forward passes over the images: CPU time over that of running the model on all of them, random weights,",
         "images of noise at 224 pixels (`tools/bench/without_training_cost.py`). Beside the parts of `compress`:",
         "inputs gathered and channels ordered without gradients (*elimination*), and Torch-Pruning's gradients and",
-        "step (*Taylor*). Part of the time does not grow with the images.",
+        "step (*Taylor*). Part of the time does not grow with the images; `compress` gathers halfway below half of",
+        "the cost alone.",
         "",
-        "| | images | threads | gather | halfway | candidates | repair | elimination | Taylor | most memory |",
-        "|---|---|---|---|---|---|---|---|---|---|",
+        "| | FLOPs | images | threads | gather | halfway | candidates | repair | elimination | Taylor | memory |",
+        "|---|---|---|---|---|---|---|---|---|---|---|",
     ]
     for one in costs:
         took, memory = one["cpu_seconds"], one["peak_mebibytes"]
         passes = "".join(f"{took[part] / took['pass']:.1f} | " for part in parts)
         found.append(
-            f"| {one['model']} | {one['images']} | {one['threads']} | {passes}{memory['repair'] / 1024:.1f} GiB |"
+            f"| {one['model']} | {one['target']:.0%} | {one['images']} | {one['threads']} | {passes}"
+            f"{memory['repair'] / 1024:.1f} GiB |"
         )
     return found
 

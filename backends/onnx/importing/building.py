@@ -16,7 +16,7 @@ from smcp_fx.backends.onnx.importing.call import Call
 from smcp_fx.backends.onnx.importing.file import OnnxFile
 from smcp_fx.backends.onnx.importing.interface import Shapes
 from smcp_fx.backends.onnx.importing.sizes import Size, SizeArray
-from smcp_fx.errors import InputError
+from smcp_fx.errors import InputError, first_line
 
 #: Most elements of a value that is computed, and of all constants that are: 1 and 4 GiB of float32.
 _MOST_VALUE, _MOST_CONSTANTS = 2**28, 2**30
@@ -250,8 +250,8 @@ class Builder:
             raise
         except Exception as error:
             told = [tuple(leaf.shape) for leaf in pytree.tree_leaves(args) if isinstance(leaf, Tensor)]
-            first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-            raise SizesError(f"values of sizes {told} do not go through it: {first}") from error
+            why = first_line(error).rstrip(".")
+            raise SizesError(f"values of sizes {told} do not go through it: {why}") from error
         return found
 
     def _check_size(self, found: Any) -> None:

@@ -22,7 +22,7 @@ from smcp_fx.errors import MachineBusyError
 
 #: Seconds between two tries on a busy machine.
 _WAIT = 20.0
-_PACKAGES = ("smcp_fx", "torch", "torchvision", "scikit-learn", "torch-pruning", "onnxruntime")
+_PACKAGES = ("smcp_fx", "torch", "torchvision", "scikit-learn", "torch-pruning", "onnxruntime", "openvino")
 
 
 class UnavailableError(Exception):

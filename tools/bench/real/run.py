@@ -7,10 +7,10 @@
 
 All methods see the same images, and none a true label: ours does as `smcp_fx.compress` of images alone, rivals get
 labels that are drawn from the dense network's predictions. "latency 1" and "latency 16" are ONNX Runtime's for so
-many images (`pretrained/latency.py`). Every run is a line of JSON the moment it is done; a run that the record holds
-is not repeated. `--worth` compares the estimated worth of each group with what narrowing it alone does. Rivals need
-torch-pruning 1.6.1. Set OMP_NUM_THREADS=1; on Linux MALLOC_MMAP_MAX_=0, MALLOC_TRIM_THRESHOLD_=17179869184 and
-MALLOC_TOP_PAD_=268435456 halve the time.
+many images (`pretrained/latency.py`), "latency 1 openvino" is OpenVINO's. Every run is a line of JSON once it is
+done; a run that the record holds is not repeated. `--worth` compares the estimated worth of each group with what
+narrowing it alone does. Rivals need torch-pruning 1.6.1. Set OMP_NUM_THREADS=1; on Linux MALLOC_MMAP_MAX_=0,
+MALLOC_TRIM_THRESHOLD_=17179869184 and MALLOC_TOP_PAD_=268435456 halve the time.
 """
 
 from __future__ import annotations
@@ -47,6 +47,14 @@ COMPARED = (
     "Torch-Pruning, isomorphic",
     "Torch-Pruning",
 )
+#: What is saved, with its name on the page.
+COSTS = {
+    "flops": "FLOPs",
+    "latency 1": "latency of one image",
+    "latency 16": "latency of 16 images",
+    "latency 1 openvino": "latency of one image, OpenVINO",
+    "latency 16 openvino": "latency of 16 images, OpenVINO",
+}
 #: Test images by which the worth of groups is measured, and what groups are narrowed to.
 WORTH_IMAGES, _WORTH_AT = 64, (0.75, 0.5, 0.25)
 
@@ -114,9 +122,9 @@ class Prepared:
         """What measures latencies; None where FLOPs count."""
         if self._case.cost == "flops":
             return None
-        images = int(self._case.cost.split()[1])
-        name = f"{self._case.network}, {images} at a time"
-        return Stopwatch(name, self.subject.model, self.subject.images[:images], self._record)
+        _, number, *backend = self._case.cost.split()
+        name, images = f"{self._case.network}, {number} at a time", self.subject.images[: int(number)]
+        return Stopwatch(name, self.subject.model, images, self._record, *backend)
 
     @cached_property
     def setting(self) -> Setting:
@@ -134,7 +142,7 @@ class Prepared:
         example = None if self.watch is None else self.watch.inputs[0]
         return Setting(
             subject.model, subject.images, labels, self._case.seed, cost, example, subject.batch, subject.loss,
-            subject.head,
+            subject.head, subject.outputs,
         )  # fmt: skip
 
     def smaller(self, case: Case) -> tuple[torch.nn.Module, float, float]:
@@ -245,7 +253,7 @@ def main() -> None:
     parser.add_argument("--record", type=Path, required=True, help="file of JSON lines to fill")
     parser.add_argument("--networks", nargs="+", default=list(SUBJECTS), choices=list(SUBJECTS))
     parser.add_argument("--methods", nargs="+", default=list(COMPARED), choices=list(METHODS))
-    parser.add_argument("--cost", default="flops", choices=["flops", "latency 1", "latency 16"])
+    parser.add_argument("--cost", default="flops", choices=list(COSTS))
     parser.add_argument("--targets", nargs="+", type=float, default=[0.8, 0.7, 0.5])
     parser.add_argument("--images", type=int, default=512, help="to calibrate by")
     parser.add_argument("--tests", type=int, default=640, help="to test by")

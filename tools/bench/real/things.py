@@ -84,11 +84,15 @@ class Things:
             names.append(name)
         return images, names
 
-    def _one(self, thing: Image.Image, rng: random.Random) -> Image.Image:
+    def place(self, rng: random.Random, size: int) -> Image.Image:
+        """Some square of some place, so many pixels wide and high."""
         place = rng.choice(self._places)
         side = rng.uniform(0.3, 1.0) * min(place.size)
         x, y = rng.uniform(0, place.width - side), rng.uniform(0, place.height - side)
-        image = place.resize((SIDE, SIDE), Image.Resampling.BICUBIC, box=(x, y, x + side, y + side))
+        return place.resize((size, size), Image.Resampling.BICUBIC, box=(x, y, x + side, y + side))
+
+    def _one(self, thing: Image.Image, rng: random.Random) -> Image.Image:
+        image = self.place(rng, SIDE)
         scale = rng.uniform(0.55, 0.95) * SIDE / max(thing.size)
         size = max(1, round(thing.width * scale)), max(1, round(thing.height * scale))
         thing = thing.resize(size, Image.Resampling.BICUBIC)
