@@ -75,7 +75,7 @@ class Consumer:
         """Return squares of an output-shaped tensor, summed over images and positions, [groups, outputs] float64."""
         y = self._batched(y)
         by_channel, along = (y.flatten(2), -1) if self.rank else (y.flatten(0, -2), 0)
-        norms = torch.linalg.vector_norm(by_channel, dim=along, dtype=torch.float64)
+        norms: Tensor = torch.linalg.vector_norm(by_channel, dim=along, dtype=torch.float64)
         return norms.square().reshape(-1, y.shape[1 if self.rank else -1]).sum(0).reshape(self.groups, -1)
 
     def rows(
@@ -92,7 +92,8 @@ class Consumer:
         if channels is not None:
             channels = channels.to(y.device)
         read = self._reader(x, y.shape[2:], positions) if self.rank else partial(_at, x, positions)
-        for some in images.split(at_once) if images.numel() and positions.numel() else ():
+        for start in range(0, images.numel() if positions.numel() else 0, at_once):
+            some = images[start : start + at_once]
             inputs, outputs = read(some), _at(y.flatten(2).mT if self.rank else y, positions, some)
             if channels is not None:
                 outputs = outputs.index_select(-1, channels)
