@@ -22,7 +22,6 @@ def main() -> nn.Module:
     # --8<-- [start:parts]
     prepared = smcp_fx.prepare(model, next(iter(batches))[0], target=0.5)
     smcp_fx.gather_importance(prepared, batches)
-    smcp_fx.calibration.gather_halfway(prepared, batches)
     smcp_fx.calibration.solve_best(prepared, batches)
     smaller = smcp_fx.convert(prepared)
     report = smcp_fx.repair(smaller, prepared, batches)

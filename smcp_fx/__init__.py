@@ -86,7 +86,6 @@ _MOVED = {
     "NetworkCost": "smcp_fx.cost_model",
     "RepairReport": "smcp_fx.calibration",
     "allocate": "smcp_fx.allocation",
-    "gather_halfway": "smcp_fx.calibration",
     "read_metadata": "smcp_fx.serialization.saving",
     "solve_knapsack": "smcp_fx.knapsack",
 }

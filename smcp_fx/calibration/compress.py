@@ -8,7 +8,7 @@ from torch import nn
 
 from smcp_fx.calibration.batches import again, device_of, each_batch
 from smcp_fx.calibration.candidates import solve_best
-from smcp_fx.calibration.gathering import deep, gather_halfway, gather_importance
+from smcp_fx.calibration.gathering import gather_importance
 from smcp_fx.calibration.objective import Loss
 from smcp_fx.calibration.progress import Progress, Stretch
 from smcp_fx.calibration.repair import repair
@@ -32,9 +32,9 @@ def compress(
 ) -> ConvertedModule:
     """Return a smaller model that computes nearly the same, from a trained one and a few hundred images.
 
-    `prepare`, `gather_importance`, `gather_halfway`, `solve_best`, `convert` and `repair` in one; call them yourself
-    to see what each did. What channels are said to be worth is trusted as far as images held out bear it out: nearly
-    uniform widths are tried, too (`smcp_fx.calibration.candidates`).
+    `prepare`, `gather_importance`, `solve_best`, `convert` and `repair` in one; call them yourself to see what each
+    did. What channels are said to be worth is trusted as far as images held out bear it out: nearly uniform widths
+    are tried, too (`smcp_fx.calibration.candidates`).
 
     Args:
         model: trained; it stays as it was.
@@ -55,10 +55,8 @@ def compress(
     first = next(each_batch(batches)).to(device_of(model)).for_model(model)
     example = first.kwargs or first.args
     prepared = prepare(model, example, target=target, cost=cost, config=config)
-    shares = (0.17, 0.52, 0.83) if deep(prepared) else (0.26, 0.26, 0.72)  # what they take
-    whole, halfway, solving, repairing = Stretch(progress).split(*shares)
-    gather_importance(prepared, batches, loss, outputs=outputs, progress=whole)
-    gather_halfway(prepared, batches, loss, outputs=outputs, progress=halfway)
+    weighing, solving, repairing = Stretch(progress).split(0.26, 0.72)  # what they take
+    gather_importance(prepared, batches, loss, outputs=outputs, progress=weighing)
     solve_best(prepared, batches, loss, outputs=outputs, progress=solving)
     smaller = convert(prepared)
     repair(smaller, prepared, batches, progress=repairing)

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import logging
-import math
-from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from smcp_fx.calibration.batches import (
     MEMORY,
@@ -27,7 +25,6 @@ from smcp_fx.calibration.curvature import Curvature, corrected
 from smcp_fx.calibration.elimination import Elimination, Order
 from smcp_fx.calibration.objective import Loss, Objective
 from smcp_fx.calibration.progress import Progress, Stretch
-from smcp_fx.calibration.repair import fit, narrowed
 from smcp_fx.errors import InputError
 from smcp_fx.outcomes import in_mode
 from smcp_fx.output_kinds import Kinds
@@ -40,8 +37,6 @@ from smcp_fx.pruning.worth import Floats
 
 _logger = logging.getLogger(__name__)
 
-#: Below this share of the cost, importances are gathered again halfway. Docs: experiments.md.
-_DEEP = 0.5
 #: Shares of the time after which inputs are gathered, and channels in order; the rest is for rises. Estimates.
 _SHARES = (0.5, 0.7)
 
@@ -118,77 +113,16 @@ def gather_importance(
     state.rises = rises or None
 
 
-def gather_halfway(
-    prepared: PreparedModel,
-    batches: Any,
-    loss: Loss | None = None,
-    *,
-    outputs: Kinds | None = None,
-    progress: Progress | None = None,
-) -> None:
-    """Gather again from a network halfway to the target, after `gather_importance` and before the solve.
-
-    The fewer channels the others have left, the more each matters: rises of single groups do not add up. So masks are
-    solved for halfway (the root of the share that is asked for), what they leave is repaired, and importances and
-    rises are gathered from that. Of channels that are gone there, the order from before stays. Leaves the masks
-    halfway, for `Pruner.solve` to end it. Does nothing where no rises are known, or where half of the cost or more
-    stays, which is where it gains nothing.
-
-    Args:
-        batches: as for `gather_importance`; those without labels get some that are drawn from the whole model's
-            predictions.
-        loss: as for `gather_importance`.
-        outputs: as for `gather_importance`.
-        progress: as for `gather_importance`.
-
-    Raises what `gather_importance`, `repair` and `Pruner.solve` raise.
-    """
-    prepared = prepared_of("gather_halfway", prepared)
-    pruner, state, batches = prepared.pruner, prepared.smcp, again(batches)
-    share, before = pruner.target / (pruner.correction * pruner.full_cost), state.rises
-    if before is None or not deep(prepared) or share >= 1:
-        return
-    pruner.check_target()
-    pruner.solve(math.sqrt(share) * pruner.correction)
-    network, there = narrowed(prepared), state.of_use()
-    repairing, weighing = Stretch(progress).split(0.4)
-    fit([network], prepared, batches, repairing)
-    elimination = Elimination(prepared, (network.graph, network.module), there, number_of(batches))
-    objective = Objective(prepared, loss, outputs, quiet=True)
-    orders = weigh(elimination, state, batches, objective, weighing, trained_graph(prepared)[1])
-    for name, order in orders.items():
-        mine = state.of_group(state.remembered, name)
-        mine[order.units.to(mine.device)] = mine.sort().values[mine.numel() - order.units.numel() :]
-    found = {name: order.rises for name, order in orders.items() if order.rises is not None}
-    state.rises = _joined(before, found, {name: int(state.of_group(there, name).sum()) for name in before})
-
-
-def deep(prepared: PreparedModel) -> bool:
-    """Whether the target is so low that a network halfway is worth gathering from."""
-    return prepared.pruner.target < _DEEP * prepared.pruner.full_cost
-
-
 def weigh(
     elimination: Elimination,
     state: PruningState,
     batches: Any,
     objective: Objective,
     progress: Progress,
-    labelling: nn.Module | None = None,
 ) -> dict[str, Order]:
-    """Return the order of each group that any layer can tell, with its rises on images held out of the fits.
-
-    Batches without labels get some that ``labelling`` predicts, or the network itself.
-    """
+    """Return the order of each group that any layer can tell, with its rises on images held out of the fits."""
     device, held = device_of(elimination.whole), list[tuple[Batch, Tensor]]()
     gathering, ordering, rising = Stretch(progress).split(*_SHARES)
-
-    def loss_of(batch: Batch) -> Callable[[Any], Tensor]:
-        drawn = None
-        if labelling is not None and objective.draws(batch):
-            with torch.no_grad(), in_mode(labelling, False):
-                drawn = objective.drawn(run_batch(labelling, batch), batch)
-        return partial(objective, batch=batch, drawn=drawn)
 
     with in_mode(elimination.whole, False):
         for parameter in elimination.whole.parameters():  # it is a copy; its activations' gradients suffice
@@ -201,7 +135,7 @@ def weigh(
                 batch = batch.to(device)
                 # A third of the fitted batches tell how much each output matters; inputs are gathered from all.
                 weighs = elimination.batches < FOLD or batch.number % FOLD == 1
-                elimination.add(batch, loss_of(batch) if weighs else None, ~out)
+                elimination.add(batch, partial(objective, batch=batch) if weighs else None, ~out)
             gathering(min(batch.number / elimination.batches, 1.0))
         names, orders = list(state.free_masks()), dict[str, Order]()
         for done, name in enumerate(names, 1):
@@ -213,7 +147,7 @@ def weigh(
         curvature = Curvature(elimination.whole, {name: order.refits for name, order in orders.items()})
         for done, (batch, out) in enumerate(held, 1):
             batch = batch.to(device)
-            curvature.add(batch, loss_of(batch), out)
+            curvature.add(batch, partial(objective, batch=batch), out)
             rising(done / len(held))
     return {name: corrected(order, curvature.rises(name)) for name, order in orders.items()}
 
@@ -229,26 +163,6 @@ def _steps(rises: Floats) -> Tensor:
     """Return what each channel adds to the rise when it goes, in the order they go, [n]; rising strictly."""
     steps = np.maximum.accumulate(np.maximum(-np.diff(rises)[::-1], 1e-6 * float(rises[0])))
     return torch.from_numpy(steps * (1 + 1e-6 * np.arange(steps.size)))
-
-
-def _joined(
-    before: Mapping[str, Floats], found: Mapping[str, Floats], left: Mapping[str, int]
-) -> dict[str, Floats]:
-    """Join rises found with so many units ``left`` to those from before.
-
-    Those were too small: by how much is told by half of what is left, and holds for the units that are gone, too.
-    """
-    factors = {}
-    for name, rises in found.items():
-        half = left[name] // 2
-        expected = before[name][half] - before[name][left[name]]
-        if expected > 0 and rises[half] > 0:
-            factors[name] = float(rises[half] / expected)
-    usual = float(np.median(list(factors.values()))) if factors else 1.0
-    joined = {name: factors.get(name, usual) * rises for name, rises in before.items()}
-    for name, rises in found.items():
-        joined[name][: left[name]] = joined[name][left[name]] + rises[:-1]
-    return joined
 
 
 def _all_rises(state: PruningState, known: dict[str, Floats]) -> dict[str, Floats]:

@@ -72,12 +72,6 @@ class Objective:
         self._scales: dict[str, float] = {}
         self._checks = not quiet
 
-    def draws(self, batch: Batch) -> bool:
-        """Whether labels are drawn for this batch from what a network predicts."""
-        if self._loss is not None or batch.labels is not None:
-            return False
-        return self._readings is None or any(r.kind != "values" for r in self._readings.values())
-
     @torch.no_grad()
     def drawn(self, outputs: Any, batch: Batch) -> dict[str, Tensor]:
         """Return soft labels for each output that has classes, or yes and no, drawn around what a model predicts."""
@@ -96,14 +90,12 @@ class Objective:
                 labels[name] = p + (p * (1 - p)).sqrt() * _signs(p)
         return labels
 
-    def __call__(self, outputs: Any, batch: Batch, drawn: dict[str, Tensor] | None = None) -> Tensor:
-        """Return a finite number that has a gradient; ``drawn``: what `drawn` made of another network's outputs."""
+    def __call__(self, outputs: Any, batch: Batch) -> Tensor:
+        """Return a finite number that has a gradient."""
         if self._loss is None:
             self.read(outputs, batch)
         try:
-            value = (
-                self._own(outputs, batch, drawn) if self._loss is None else self._loss(outputs, batch.labels)
-            )
+            value = self._own(outputs, batch) if self._loss is None else self._loss(outputs, batch.labels)
         except SmcpError:
             raise
         except Exception as error:
@@ -159,14 +151,14 @@ class Objective:
                 total += float((a - b).square().sum()) / batch.images * self._scales[name] ** 2 / 2
         return total
 
-    def _own(self, outputs: Any, batch: Batch, drawn: dict[str, Tensor] | None) -> Tensor:
+    def _own(self, outputs: Any, batch: Batch) -> Tensor:
         """Return the sum of all outputs' parts, each a mean over images."""
         readings, tensors = self.read(outputs, batch), named_tensors(outputs)
         labelled = [name for name, reading in readings.items() if reading.kind != "values"]
         if batch.labels is not None and labelled:
             labels = labels_of(labelled, batch.labels)
         else:
-            labels = self.drawn(outputs, batch) if drawn is None else drawn
+            labels = self.drawn(outputs, batch)
         parts = [
             self._part(name, reading, tensors[name], labels.get(name), batch)
             for name, reading in readings.items()

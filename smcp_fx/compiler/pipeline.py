@@ -13,8 +13,7 @@ from torch import nn
 
 from smcp_fx.backends import Backend, Engine, get_backend
 from smcp_fx.backends.layers import blocks_beside_layers
-from smcp_fx.calibration import gather_halfway, gather_importance, solve_best
-from smcp_fx.calibration.gathering import deep
+from smcp_fx.calibration import gather_importance, solve_best
 from smcp_fx.compiler.calibrating import (
     Repaired,
     calibration_batches,
@@ -355,10 +354,6 @@ class _Compilation:
             corrector = corrector.to(target)
             pruner.target = target * pruner.full_cost
             state.rises = whole
-            if deep(prepared):
-                name = "gathering importances again, halfway to the target"
-                with self.tell.stage(name), self.tell.bar(name) as tick:
-                    gather_halfway(prepared, batches, outputs=kinds, progress=tick)
             with self.tell.stage("solving"), self.tell.bar("solving") as tick:
                 trust = solve_best(prepared, batches, outputs=kinds, progress=tick)
                 if corrects:

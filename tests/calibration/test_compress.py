@@ -17,7 +17,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import smcp_fx
 from smcp_fx.calibration.batches import each_batch
 from smcp_fx.calibration.candidates import drawn, solve_best
-from smcp_fx.calibration.gathering import first_order, gather_halfway
+from smcp_fx.calibration.gathering import first_order
 from smcp_fx.calibration.objective import Objective
 from smcp_fx.config import MethodConfig
 from smcp_fx.errors import InfeasibleBudgetError
@@ -224,7 +224,6 @@ def test_nearly_uniform_widths_are_taken_where_the_worths_are_wrong(monkeypatch:
         prepared.smcp.rises = {n: 0 * r if i == 1 else 1e6 * r for i, (n, r) in enumerate(rises.items())}
 
     monkeypatch.setattr(module, "gather_importance", wrong)
-    monkeypatch.setattr(module, "gather_halfway", lambda *args, **options: None)
     smaller = smcp_fx.compress(model, images, target=0.5, config=SMALL, outputs="classes")
     widths = [layer.out_channels for layer in smaller.modules() if isinstance(layer, torch.nn.Conv2d)]
     assert all(0.55 < kept / size < 0.85 for kept, size in zip(widths[:3], (16, 24, 16), strict=True))
@@ -288,7 +287,7 @@ def test_networks_whose_groups_cannot_be_fitted_are_valued_by_gradients() -> Non
     assert sizes[1] < 0.7 * sizes[0]
 
 
-@pytest.mark.parametrize("verb", [smcp_fx.gather_importance, gather_halfway, solve_best])
+@pytest.mark.parametrize("verb", [smcp_fx.gather_importance, solve_best])
 def test_the_steps_need_a_prepared_model(verb: Any) -> None:
     with pytest.raises(
         smcp_fx.InputError, match=f"{verb.__name__} needs what prepare returned, not Sequential"

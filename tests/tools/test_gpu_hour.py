@@ -168,7 +168,7 @@ def test_solvers_and_compress_tell_equal_answers_and_parts(settings: Settings) -
     assert values(settings, "allocation resnet50")["same_counts"]
     assert Session("compress", settings, 60).run(compressing.resnet50) == "whole"
     parts = values(settings, "512 images")["parts"]
-    assert list(parts) == ["prepare", "gather importances", "gather halfway", "solve", "convert", "repair"]
+    assert list(parts) == ["prepare", "gather importances", "solve", "convert", "repair"]
     page = report.page(settings.record.lines)
     assert "## Solvers" in page and "| 4 images | repair |" in page
 

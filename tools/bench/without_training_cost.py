@@ -25,7 +25,7 @@ from records import Record
 from torch import Tensor, nn
 
 import smcp_fx
-from smcp_fx.calibration import gather_halfway, solve_best
+from smcp_fx.calibration import solve_best
 from smcp_fx.calibration.batches import each_batch
 from smcp_fx.calibration.elimination import Elimination
 from smcp_fx.prepare import trained_graph
@@ -68,7 +68,6 @@ def main() -> None:
     timed("pass", run)
     prepared = timed("prepare", lambda: smcp_fx.prepare(model, batches[0][:2], target=arguments.target))
     timed("gather_importance", lambda: smcp_fx.gather_importance(prepared, batches, outputs="classes"))
-    timed("gather_halfway", lambda: gather_halfway(prepared, batches, outputs="classes"))
     timed("solve_best", lambda: solve_best(prepared, batches, outputs="classes"))
     smaller = timed("convert", lambda: smcp_fx.convert(prepared))
     report = timed("repair", lambda: smcp_fx.repair(smaller, prepared, batches))

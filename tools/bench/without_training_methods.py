@@ -18,7 +18,7 @@ from pretrained.torch_pruning_path import Step, torch_pruning
 from torch import Tensor, nn
 
 import smcp_fx
-from smcp_fx.calibration import gather_halfway, solve_best
+from smcp_fx.calibration import solve_best
 
 _BATCH, _MULTIPLE = 64, 8
 
@@ -26,7 +26,7 @@ _BATCH, _MULTIPLE = 64, 8
 class Setting:
     """A trained network and calibration images, and what is gathered from them once for all targets.
 
-    ``target``: what is asked for now, which halfway is reckoned from. ``batch``: images at a time; ``loss`` of
+    ``target``: what is asked for now, by which worths are trusted. ``batch``: images at a time; ``loss`` of
     outputs and labels; ``head``: the path of the last layer, which rivals are told to leave alone; ``outputs``: what
     the outputs are, as for `smcp_fx.compress`.
     """
@@ -55,25 +55,24 @@ class Setting:
             self.images if labels is None else list(zip(self.images, labels.split(batch), strict=True))
         )
         self._paths: dict[str, tuple[Iterator[Step], list[Step]]] = {}
-        self._halfway: dict[tuple[str, float], smcp_fx.PreparedModel] = {}
+        self._trusted: dict[tuple[str, float], smcp_fx.PreparedModel] = {}
 
     @cached_property
     def ours(self) -> smcp_fx.PreparedModel:
         """Prepared, with importances gathered."""
         return self._gathered(self.cost)
 
-    def halfway(self, name: str) -> smcp_fx.PreparedModel:
-        """The same (``ours`` or ``by_flops``) gathered again halfway to the target, trusted as `solve_best` does."""
+    def trusted(self, name: str) -> smcp_fx.PreparedModel:
+        """The same (``ours`` or ``by_flops``) with worths trusted as far as `solve_best` does."""
         key = name, self.target
-        if key not in self._halfway:
+        if key not in self._trusted:
             prepared = copy.deepcopy(getattr(self, name))
             pruner = prepared.pruner
             smallest = (1 + 1e-6) * pruner.smallest_cost()
             pruner.target = max(self.target * pruner.full_cost, smallest)
-            gather_halfway(prepared, self.batches, self._loss, outputs=self._kinds)
             solve_best(prepared, self.batches, self._loss, outputs=self._kinds)
-            self._halfway[key] = prepared
-        return self._halfway[key]
+            self._trusted[key] = prepared
+        return self._trusted[key]
 
     @cached_property
     def by_flops(self) -> smcp_fx.PreparedModel:
@@ -124,22 +123,17 @@ Found = tuple[nn.Module, float]
 
 def ours(setting: Setting, target: float) -> Found:
     """What `smcp_fx.compress` does."""
-    return _finished(setting, _solved(setting.halfway("ours"), target), repair=True)
+    return _finished(setting, _solved(setting.trusted("ours"), target), repair=True)
 
 
 def ours_by_flops(setting: Setting, target: float) -> Found:
     """The same with channels chosen by FLOPs, whatever the setting's cost is."""
-    return _finished(setting, _solved(setting.halfway("by_flops"), target), repair=True)
-
-
-def gathered_once(setting: Setting, target: float) -> Found:
-    """Ours without what is gathered halfway."""
-    return _finished(setting, _solved(setting.ours, target), repair=True)
+    return _finished(setting, _solved(setting.trusted("by_flops"), target), repair=True)
 
 
 def without_repair(setting: Setting, target: float) -> Found:
     """The same channels, with batch norms re-estimated only."""
-    return _finished(setting, _solved(setting.halfway("ours"), target), repair=False)
+    return _finished(setting, _solved(setting.trusted("ours"), target), repair=False)
 
 
 def uniform_l2(setting: Setting, target: float) -> Found:
@@ -195,7 +189,6 @@ def _torch_pruning(kind: str) -> Callable[[Setting, float], Found]:
 METHODS: dict[str, Callable[[Setting, float], Found]] = {
     "ours": ours,
     "ours, by FLOPs": ours_by_flops,
-    "ours, gathered once": gathered_once,
     "ours without repair": without_repair,
     "Torch-Pruning": _torch_pruning("Taylor"),
     "Torch-Pruning, isomorphic": _torch_pruning("isomorphic"),
@@ -210,9 +203,8 @@ METHODS: dict[str, Callable[[Setting, float], Found]] = {
 
 #: Networks of the widths of ours and of what is uniform, which need no images to be timed; others are as above.
 WIDTHS: dict[str, Callable[[Setting, float], Found]] = METHODS | {
-    "ours": lambda setting, target: _sliced(_solved(setting.halfway("ours"), target)),
-    "ours, by FLOPs": lambda setting, target: _sliced(_solved(setting.halfway("by_flops"), target)),
-    "ours, gathered once": lambda setting, target: _sliced(_solved(setting.ours, target)),
+    "ours": lambda setting, target: _sliced(_solved(setting.trusted("ours"), target)),
+    "ours, by FLOPs": lambda setting, target: _sliced(_solved(setting.trusted("by_flops"), target)),
     "uniform L2": lambda setting, target: _sliced(_uniform(setting, target, _noise(setting))),
 }
 

@@ -16,7 +16,6 @@ from without_training_methods import Found, Setting
 
 import smcp_fx
 from accuracy.training import Effort, train
-from smcp_fx.calibration import gather_halfway
 from smcp_fx.kept_channels import Kept, kept_channels
 
 #: Of the budget, what is trained between the two steps of an elimination in two steps.
@@ -86,7 +85,6 @@ def whole_blocks(setting: Setting, task: Task, target: float, effort: Effort) ->
         setting.model, setting.example, target=target, cost=setting.cost, config=config
     )
     smcp_fx.gather_importance(prepared, setting.batches)
-    gather_halfway(prepared, setting.batches)
     return _trained(prepared, setting, task, target, effort)
 
 

@@ -33,12 +33,9 @@ def _compress(session: Session, count: int) -> dict[str, Any]:
         lambda: smcp_fx.gather_importance(prepared, batches, outputs="classes", progress=parts.share),
     )
     parts.run(
-        "gather halfway",
-        lambda: smcp_fx.calibration.gather_halfway(
-            prepared, batches, outputs="classes", progress=parts.share
-        ),
+        "solve",
+        lambda: smcp_fx.calibration.solve_best(prepared, batches, outputs="classes", progress=parts.share),
     )
-    parts.run("solve", prepared.pruner.solve)
     smaller = parts.run("convert", lambda: smcp_fx.convert(prepared))
     parts.run("repair", lambda: smcp_fx.repair(smaller, prepared, batches, progress=parts.share))
     return {"images": sum(map(len, batches)), "parts": parts.found, "seconds": parts.total()}

@@ -1,8 +1,7 @@
-"""Importances gathered again halfway: against those of the halfway network as a model of its own."""
+"""How far worths are trusted: candidates, judged by images that none is fitted to."""
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -14,13 +13,12 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 import smcp_fx
-from smcp_fx.calibration import gather_halfway, solve_best
+from smcp_fx.calibration import solve_best
 from smcp_fx.calibration.batches import Batch, each_batch, number_of
 from smcp_fx.calibration.candidates import drawn
 from smcp_fx.calibration.objective import Objective
 from smcp_fx.calibration.repair import fit, narrowed
 from smcp_fx.calibration.side_by_side import Narrowed
-from smcp_fx.errors import InfeasibleBudgetError
 from smcp_fx.pruning.worth import Floats
 
 SMALL = smcp_fx.PruningConfig(multiple=1)
@@ -36,7 +34,7 @@ def _model() -> nn.Module:
     return model
 
 
-def _gathered(target: float = 0.25) -> tuple[smcp_fx.PreparedModel, Batches]:
+def _gathered(target: float) -> tuple[smcp_fx.PreparedModel, Batches]:
     model, images = _model(), torch.randn(4, 16, 3, 8, 8)
     with torch.no_grad():
         labels = [model(x).argmax(1) for x in images]
@@ -46,58 +44,8 @@ def _gathered(target: float = 0.25) -> tuple[smcp_fx.PreparedModel, Batches]:
     return prepared, batches
 
 
-def test_below_halfway_it_is_what_the_halfway_network_says_of_itself() -> None:
-    prepared, batches = _gathered()
-    before, first = prepared.pruner.rises, prepared.pruner.importance
-    half = copy.deepcopy(prepared)
-    half.pruner.solve(0.5)
-    network = smcp_fx.convert(half)
-    smcp_fx.repair(network, half, batches)
-    own = smcp_fx.prepare(network, batches[0][0][:2], config=SMALL)
-    smcp_fx.gather_importance(own, batches)
-
-    gather_halfway(prepared, batches)
-
-    rises, importance = prepared.pruner.rises, prepared.pruner.importance
-    assert rises is not None and before is not None and own.pruner.rises is not None
-    for name, mask in half.masks.items():
-        assert torch.equal(prepared.masks[name], mask)
-        if name not in rises:
-            continue
-        n = int(mask.sum())
-        expected = torch.from_numpy(own.pruner.rises[name])
-        assert_close(torch.from_numpy(rises[name][: n + 1] - rises[name][n]), expected, "rises")
-        # Above, as before but for a factor; the whole group loses nothing.
-        at = before[name][n:]
-        assert rises[name][-1] == 0
-        assert_close(
-            torch.from_numpy(rises[name][n:] * at[0]), torch.from_numpy(at * rises[name][n]), "rises"
-        )
-        # Those that are left are in the halfway network's own order, above those that are gone.
-        assert torch.equal(importance[name][mask].argsort(), own.pruner.importance[name].argsort())
-        assert torch.equal(importance[name][~mask].argsort(), first[name][~mask].argsort())
-        assert float(importance[name][~mask].max()) <= float(importance[name][mask].min())
-
-
-def test_labels_that_are_missing_are_drawn_by_the_whole_network(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Here always the likeliest ones, which the batches have as labels."""
-    monkeypatch.setattr(Objective, "drawn", lambda self, scores, batch: {"": scores.argmax(1)})
-    (labelled, batches), (without, _) = _gathered(), _gathered()
-    half = copy.deepcopy(labelled)
-    half.pruner.solve(0.5)
-    with torch.no_grad():
-        assert not torch.equal(half(batches[0][0]).argmax(1), batches[0][1])
-    gather_halfway(labelled, batches)
-    gather_halfway(without, [x for x, _ in batches], outputs="classes")
-    one, other = labelled.pruner.rises, without.pruner.rises
-    assert one is not None and other is not None
-    for name, rises in one.items():
-        assert_close(torch.from_numpy(other[name]), torch.from_numpy(rises), "rises")
-
-
-def test_what_is_left_rests_on_both_gathers() -> None:
-    prepared, batches = _gathered()
-    gather_halfway(prepared, batches)
+def test_compress_is_its_parts() -> None:
+    prepared, batches = _gathered(0.25)
     solve_best(prepared, batches)
     assert prepared.pruner.present_cost <= 0.25 * prepared.pruner.full_cost
     smaller = smcp_fx.compress(_model(), batches, target=0.25, config=SMALL)
@@ -191,26 +139,6 @@ def _assert_solved_by(prepared: smcp_fx.PreparedModel, rises: dict[str, Floats])
     masks = prepared.masks
     prepared.pruner.solve()
     assert all(torch.equal(mask, masks[name]) for name, mask in prepared.masks.items())
-
-
-@pytest.mark.parametrize("target", [1.0, 0.5, 1e-9])
-def test_masks_stay_where_half_may_stay_or_the_target_is_out_of_reach(target: float) -> None:
-    prepared, batches = _gathered(target)
-    before = {name: tensor.clone() for name, tensor in prepared.state_dict().items()}
-    if target < 0.5:
-        with pytest.raises(InfeasibleBudgetError):
-            gather_halfway(prepared, batches)
-    else:
-        gather_halfway(prepared, batches)
-    for name, tensor in prepared.state_dict().items():
-        assert torch.equal(tensor, before[name]), name
-
-
-def test_without_rises_there_is_nothing_to_gather_again() -> None:
-    prepared, batches = _gathered()
-    prepared.smcp.rises = None
-    gather_halfway(prepared, batches)
-    assert all(bool(mask.all()) for mask in prepared.masks.values())
 
 
 class _Unmeasured(IterableDataset[Tensor]):
