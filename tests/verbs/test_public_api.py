@@ -84,7 +84,7 @@ def test_what_dir_tells_is_public() -> None:
 
 def test_moved_names_work_with_a_warning() -> None:
     """For one release: each says where it is now, and is the same object there."""
-    assert len(smcp_fx._MOVED) == 9 and not set(smcp_fx._MOVED) & set(NAMES)
+    assert len(smcp_fx._MOVED) == 8 and not set(smcp_fx._MOVED) & set(NAMES)
     for name, home in smcp_fx._MOVED.items():
         with pytest.warns(DeprecationWarning, match=f"{name} is now {home}.{name}"):
             found = getattr(smcp_fx, name)
