@@ -35,14 +35,15 @@ def known_result(node: fx.Node, module: nn.Module | None, args: Any, kwargs: Any
     first = next(iter(tensors), None)
     if first is None or not first.is_floating_point() or any(t.dtype != first.dtype for t in tensors):
         return None
+    if any(isinstance(leaf, (complex, torch.dtype)) for leaf in leaves):
+        return None
     if name == _ATTENTION:
-        return _attended(*tensors) if len(tensors) == 3 else None
+        return _attended(*tensors) if len(tensors) == 3 and len(args) >= 3 else None
     if name in _LAYERS:
         return _layer(name, module, first, args) if args and args[0] is first else None
     whole = all(t.shape == first.shape or _broadcasts(t.shape, first.shape) for t in tensors)
-    typed = any(isinstance(leaf, (complex, torch.dtype)) for leaf in leaves)
     alike = all(t.is_contiguous() for t in tensors) or len({(t.shape, t.stride()) for t in tensors}) == 1
-    return torch.empty_like(first) if whole and alike and not typed else None
+    return torch.empty_like(first) if whole and alike else None
 
 
 def _attended(query: Tensor, key: Tensor, value: Tensor) -> Tensor | None:

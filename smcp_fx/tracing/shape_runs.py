@@ -2,7 +2,7 @@
 
 Its assertions often come last. Tensors are on the meta device, where most operations are known by shape alone. A
 refusal is believed where the same run gets the example itself right; sizes that come through have yet to be run, as
-operations refuse less there (convolutions of other channels).
+operations may refuse less there.
 """
 
 from __future__ import annotations
