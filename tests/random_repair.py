@@ -11,7 +11,6 @@ from torch.utils import _pytree as pytree
 import smcp_fx
 from smcp_fx.calibration.batches import each_batch
 from smcp_fx.calibration.elimination import Elimination
-from smcp_fx.prepare import sliced_graph, trained_graph
 
 
 def check_repair(model: nn.Module, inputs: Tensor, seed: int) -> int:
@@ -39,13 +38,11 @@ def check_repair(model: nn.Module, inputs: Tensor, seed: int) -> int:
         if isinstance(found, Tensor):
             assert found.shape == wanted.shape
             assert torch.equal(found.isfinite(), wanted.isfinite())
-    everything, kept = torch.ones_like(prepared.smcp.keep), prepared.smcp.of_use()
-    for network, there in ((trained_graph(prepared), everything), (sliced_graph(prepared), kept)):
-        elimination = Elimination(prepared, network, there, len(batches))
-        for batch in each_batch(batches):
-            elimination.add(batch)
-        for group in prepared.channels.groups:
-            order = elimination.order(group.name) if group.free else None
-            units = prepared.smcp.of_group(there, group.name).nonzero().flatten() if group.free else None
-            assert order is None or units is None or order.units.sort().values.tolist() == units.tolist()
+    elimination = Elimination(prepared, len(batches))
+    for batch in each_batch(batches):
+        elimination.add(batch)
+    for group in prepared.channels.groups:
+        order = elimination.order(group.name) if group.free else None
+        units = range(prepared.smcp.of_group(prepared.smcp.keep, group.name).numel()) if group.free else ()
+        assert order is None or order.units.sort().values.tolist() == [*units]
     return sum(layer.repaired for layer in report.layers)

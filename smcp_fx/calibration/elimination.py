@@ -22,12 +22,13 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor, fx, nn
+from torch import Tensor
 
 from smcp_fx.calibration.batches import Batch, require_finite_gradients, run_batch
 from smcp_fx.calibration.layer_rows import rows_for, some_of
 from smcp_fx.calibration.readers import Reader, Run, readers_of, watching
 from smcp_fx.calibration.regression import Gram
+from smcp_fx.prepare import trained_graph
 from smcp_fx.prepared import PreparedModel
 
 #: Added to each variance: at least this share of the inputs' mean variance, and so many times the rounding of their
@@ -125,19 +126,15 @@ class _Part:
 class Elimination:
     """Gathers what layers read over batches, then orders channels by how dispensable they are.
 
-    ``network``: as `sliced_graph` returns it for the present masks or, with every unit, `trained_graph`. ``there``
-    [units] bool: the units that it has. ``batches``: how many there will be.
+    ``whole``: a copy of the network as it was last trained, with every unit. ``batches``: how many there will be.
     """
 
-    def __init__(
-        self, prepared: PreparedModel, network: tuple[fx.GraphModule, nn.Module], there: Tensor, batches: int
-    ) -> None:
+    def __init__(self, prepared: PreparedModel, batches: int) -> None:
         self._state = prepared.smcp
-        self.graph, self.whole = network
-        self._there = there.cpu()
+        graph, self.whole = trained_graph(prepared)
         self.batches = batches
         self._images = 0
-        self.readers, self.unread = readers_of(prepared, self.graph, self._there)
+        self.readers, self.unread = readers_of(prepared, graph)
 
     def add(
         self, batch: Batch, loss: Callable[[Any], Tensor] | None = None, used: Tensor | None = None
@@ -189,7 +186,7 @@ class Elimination:
 
     @torch.no_grad()
     def order(self, group: str) -> Order | None:
-        """Return the order in which those of a group's units go that are there; None if no layer knows."""
+        """Return the order in which a group's units go; None if no layer knows."""
         places = torch.arange(self._state.keep.numel(), device=self._state.keep.device)
         mine = self._state.of_group(places, group)
         readers = [reader for reader in self.readers if _columns(reader, mine) is not None]
@@ -197,8 +194,8 @@ class Elimination:
         parts = [_part(reader, mine, self._images if known else 0) for reader in readers]
         if not parts:
             return None
-        alive, gone = self._state.of_group(self._there, group).clone(), []
-        size, counts, rises, refits = alive.numel(), [int(alive.sum())], [0.0], list[Refit]()
+        alive, gone = torch.ones(mine.numel(), dtype=torch.bool), list[Tensor]()
+        size, counts, rises, refits = alive.numel(), [alive.numel()], [0.0], list[Refit]()
         stops = [max(1, round(share * counts[0])) for share in STOPS]
         while left := int(alive.sum()):
             costs = torch.zeros(size, dtype=torch.float64)

@@ -28,7 +28,6 @@ from smcp_fx.calibration.progress import Progress, Stretch
 from smcp_fx.errors import InputError
 from smcp_fx.outcomes import in_mode
 from smcp_fx.output_kinds import Kinds
-from smcp_fx.prepare import trained_graph
 from smcp_fx.prepared import PreparedModel, prepared_of
 from smcp_fx.pruning.importance import TaylorImportance
 from smcp_fx.pruning.ranks import require_whole
@@ -82,9 +81,7 @@ def gather_importance(
     TaylorImportance(prepared.channels, prepared.smcp, prepared.pruner.config.importance).require_layers()
     state, batches, objective = prepared.smcp, again(batches), Objective(prepared, loss, outputs)
     weighing, standing_in = Stretch(progress).split(0.999)
-    elimination = Elimination(
-        prepared, trained_graph(prepared), torch.ones_like(state.keep), number_of(batches)
-    )
+    elimination = Elimination(prepared, number_of(batches))
     orders = weigh(elimination, state, batches, objective, weighing)
     if orders and all(order.rises is not None and not order.rises.any() for order in orders.values()):
         raise InputError(

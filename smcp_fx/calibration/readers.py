@@ -47,21 +47,13 @@ class Run:
 See = Callable[[Run], "Tensor | None"]
 
 
-def readers_of(
-    prepared: PreparedModel, graph: fx.GraphModule, there: Tensor
-) -> tuple[list[Reader], dict[int, str]]:
-    """Return the readers in the order they run; of units that others read, the path of one that does.
-
-    ``there`` [units] bool: the units that the graph has.
-    """
+def readers_of(prepared: PreparedModel, graph: fx.GraphModule) -> tuple[list[Reader], dict[int, str]]:
+    """Return the readers in the order they run; of units that others read, the path of one that does."""
     nodes = {node.name: node for node in graph.graph.nodes}
     deployed = run_in_eval(graph.graph)
     found, others = list[Reader](), dict[int, str]()
-    # Place -1, of what stays, is the last.
-    stays = torch.cat([there, torch.ones(1, dtype=torch.bool)])
     for layer in masked_layers(prepared.channels):
         node, places = nodes.get(layer.node), prepared.smcp.places(layer.input_channels).cpu()
-        places = places[stays[places]]
         runs = node is not None and layer.node in deployed  # others train alone: their weights are fused
         reader = _reader(graph, node, places) if node is not None and runs else None
         if reader is None:

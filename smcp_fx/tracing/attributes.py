@@ -86,9 +86,7 @@ class _Held:
                 if name not in self.attributes and not (constants and isinstance(value, Tensor)):
                     del now[name]
             now.update(self.attributes)
-        filled: list[tuple[Any, Any]] = (
-            [(value, {}) for value in self.empty if value] if any(self.empty) else []
-        )
+        filled: list[tuple[Any, Any]] = [(value, {}) for value in self.empty if value]
         for value, content in self.contents + filled:
             if isinstance(value, list):
                 value[:] = content  # the same object, since others may hold it

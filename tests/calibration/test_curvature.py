@@ -17,7 +17,6 @@ from smcp_fx.calibration.curvature import Curvature
 from smcp_fx.calibration.elimination import Elimination, Order
 from smcp_fx.calibration.objective import Objective
 from smcp_fx.calibration.readers import watching
-from smcp_fx.prepare import trained_graph
 
 SMALL = smcp_fx.PruningConfig(multiple=1)
 
@@ -40,7 +39,7 @@ class _Two(nn.Module):
 
 def _order(model: nn.Module, x: Tensor, labels: Tensor) -> tuple[Elimination, Order, str]:
     prepared = smcp_fx.prepare(model, x[:2], config=SMALL)
-    elimination = Elimination(prepared, trained_graph(prepared), torch.ones_like(prepared.smcp.keep), 1)
+    elimination = Elimination(prepared, 1)
     (batch,) = each_batch([(x, labels)])
     elimination.add(batch, partial(Objective(nn.Identity()), batch=batch))
     name = next(group.name for group in prepared.channels.groups if group.free and group.size == 8)

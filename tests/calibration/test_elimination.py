@@ -20,7 +20,6 @@ from smcp_fx.calibration.elimination import Elimination
 from smcp_fx.calibration.gathering import first_order
 from smcp_fx.calibration.objective import Objective
 from smcp_fx.calibration.regression import Gram
-from smcp_fx.prepare import trained_graph
 
 SMALL = smcp_fx.PruningConfig(multiple=1)
 
@@ -31,8 +30,7 @@ def _first_order(prepared: smcp_fx.PreparedModel, batches: Any) -> None:
 
 def _order(model: nn.Module, x: Tensor) -> Tensor:
     prepared = smcp_fx.prepare(model, x[:2], config=SMALL)
-    everything = torch.ones_like(prepared.smcp.keep)
-    elimination = Elimination(prepared, trained_graph(prepared), everything, 1)
+    elimination = Elimination(prepared, 1)
     for batch in each_batch(x):
         elimination.add(batch)
     (name,) = [group.name for group in prepared.channels.groups if group.free]

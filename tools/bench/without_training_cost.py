@@ -28,7 +28,6 @@ import smcp_fx
 from smcp_fx.calibration import solve_best
 from smcp_fx.calibration.batches import each_batch
 from smcp_fx.calibration.elimination import Elimination
-from smcp_fx.prepare import trained_graph
 
 
 def main() -> None:
@@ -93,8 +92,7 @@ def _model(name: str) -> nn.Module:
 def _eliminate(model: nn.Module, batches: list[Tensor]) -> None:
     """Order the channels of all groups by what the others make up for, without gradients."""
     prepared = smcp_fx.prepare(model, batches[0][:2], check=False)
-    everything = torch.ones_like(prepared.smcp.keep)
-    elimination = Elimination(prepared, trained_graph(prepared), everything, len(batches))
+    elimination = Elimination(prepared, len(batches))
     for batch in each_batch(batches):
         elimination.add(batch)
     for name in prepared.smcp.free_masks():

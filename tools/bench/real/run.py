@@ -36,7 +36,6 @@ from smcp_fx.calibration.gathering import weigh
 from smcp_fx.calibration.objective import Objective
 from smcp_fx.calibration.progress import Stretch
 from smcp_fx.calibration.readers import Run, watching
-from smcp_fx.prepare import trained_graph
 
 OURS = "ours"
 #: Those that are run, in this order.
@@ -188,8 +187,7 @@ def worth(prepared: Prepared) -> Iterator[dict[str, Any]]:
 def weighed(setting: Setting) -> tuple[Elimination, dict[str, Order]]:
     """The whole network, and the orders in which groups go, with their rises, as `gather_importance` finds them."""
     prepared, batches = setting.free, setting.batches
-    everything = torch.ones_like(prepared.smcp.keep)
-    elimination = Elimination(prepared, trained_graph(prepared), everything, len(batches))
+    elimination = Elimination(prepared, len(batches))
     return elimination, weigh(
         elimination, prepared.smcp, batches, Objective(prepared, setting.loss), Stretch(None)
     )
