@@ -41,25 +41,25 @@ class FoldComputedWeights(GraphPass):
 
         every = computed_weights(module, shape_of, (*EVERY_MASK, *SCALES.values()), cosines=self.cosines)
         learning = {
-            found.name: any(held(module, name).requires_grad for name in found.sources) for found in every
+            weight.name: any(held(module, name).requires_grad for name in weight.sources) for weight in every
         }
-        for found in every:
-            _fold(module, found, values[found.result], learning[found.name])
-        report = [f"{found.name}: now holds what was computed" for found in every]
-        for name in sorted({name for found in every for name in found.unread} - {f.name for f in every}):
+        for weight in every:
+            _fold(module, weight, values[weight.result], learning[weight.name])
+        report = [f"{weight.name}: now holds what was computed" for weight in every]
+        for name in sorted({name for weight in every for name in weight.unread} - {f.name for f in every}):
             _drop(module, name)
             report.append(f"{name}: read by nothing any more, deleted")
         return PassResult(module, bool(report), tuple(report))
 
 
-def _fold(module: fx.GraphModule, found: ComputedWeight, value: torch.Tensor, learns: bool) -> None:
-    path, _, name = found.name.rpartition(".")
+def _fold(module: fx.GraphModule, computed: ComputedWeight, value: torch.Tensor, learns: bool) -> None:
+    path, _, name = computed.name.rpartition(".")
     stored = nn.Parameter(value.detach().clone(memory_format=torch.preserve_format), learns)
     settle(module.get_submodule(path), name, stored)
-    with module.graph.inserting_before(found.result):
-        weight = module.graph.create_node("get_attr", found.name)
-    found.result.replace_all_uses_with(weight)
-    for node in reversed(found.through):
+    with module.graph.inserting_before(computed.result):
+        weight = module.graph.create_node("get_attr", computed.name)
+    computed.result.replace_all_uses_with(weight)
+    for node in reversed(computed.through):
         if not (node.users or node._erased):
             module.graph.erase_node(node)
 

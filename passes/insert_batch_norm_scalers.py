@@ -35,22 +35,22 @@ def norm_sources(channels: ChannelGraph, norm: Norm) -> tuple[list[Layer], Tenso
     norm on the way has none.
     """
     writer = torch.where(norm.labels > 0, channels.layer_of_label[norm.labels.clamp(min=0)], -1)
-    found, source = torch.unique(writer, return_inverse=True)
-    if found.numel() and int(found[0]) < 0:
-        found, source = found[1:], source - 1
-    layers = [channels.layers[index] for index in found.tolist()]
+    indices, source = torch.unique(writer, return_inverse=True)
+    if indices.numel() and int(indices[0]) < 0:
+        indices, source = indices[1:], source - 1
+    layers = [channels.layers[index] for index in indices.tolist()]
     return layers, source
 
 
 def scaled_norms(channels: ChannelGraph) -> list[Norm]:
     """Batch norms with a channel whose convolution has an input channel with a choice, each module once."""
-    found: dict[str, Norm] = {}
+    norms: dict[str, Norm] = {}
     for norm in channels.norms:
-        if norm.path not in found and any(
+        if norm.path not in norms and any(
             channels.has_choice(layer.in_labels) for layer in norm_sources(channels, norm)[0]
         ):
-            found[norm.path] = norm
-    return list(found.values())
+            norms[norm.path] = norm
+    return list(norms.values())
 
 
 class InsertBatchNormScalers(GraphPass):

@@ -95,8 +95,8 @@ def _is_overwritten(module: fx.GraphModule, reader: fx.Node, operand: object) ->
 
 def _put_before(graph: fx.Graph, node: fx.Node, mask: fx.Node, mix: Mix, operand: int) -> None:
     with graph.inserting_before(node):
-        told = graph.call_function(BEFORE[mix.form], (node.args[operand], mask, *mix.options))
-    node.update_arg(operand, told)
+        masked = graph.call_function(BEFORE[mix.form], (node.args[operand], mask, *mix.options))
+    node.update_arg(operand, masked)
 
 
 def _put_instead(module: fx.GraphModule, node: fx.Node, mask: fx.Node) -> None:

@@ -33,12 +33,12 @@ def masked_layers(channels: ChannelGraph) -> list[Layer]:
 
     Each weight once for each dimension along which it is read.
     """
-    found: dict[tuple[str, int], Layer] = {}
+    layers: dict[tuple[str, int], Layer] = {}
     for layer in channels.layers:
         read = layer.weight, layer.in_dim
-        if layer.kind == "dense" and read not in found and channels.has_choice(layer.in_labels):
-            found[read] = layer
-    return list(found.values())
+        if layer.kind == "dense" and read not in layers and channels.has_choice(layer.in_labels):
+            layers[read] = layer
+    return list(layers.values())
 
 
 class InsertSoftMasks(GraphPass):

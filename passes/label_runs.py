@@ -22,10 +22,10 @@ class LabelRuns:
     def agrees(self, node: fx.Node, expected: Any) -> bool:
         """Execute the rewritten node on the kept labels: does it give the labels expected of it?"""
         try:
-            found = moved(self.module, node, self.new)
+            result = moved(self.module, node, self.new)
         except (RuntimeError, IndexError, ValueError):
             return False
-        left, right = pytree.tree_leaves(found), pytree.tree_leaves(expected)
+        left, right = pytree.tree_leaves(result), pytree.tree_leaves(expected)
         return len(left) == len(right) and all(
             not isinstance(b, Tensor) or (isinstance(a, Tensor) and torch.equal(a, b))
             for a, b in zip(left, right, strict=True)
@@ -34,17 +34,17 @@ class LabelRuns:
     def fits(self, node: fx.Node, expected: Tensor) -> bool:
         """Does the rewritten node give labels of the expected shape?"""
         try:
-            found = moved(self.module, node, self.new)
+            result = moved(self.module, node, self.new)
         except (RuntimeError, IndexError, ValueError):
             return False
-        return isinstance(found, Tensor) and found.shape == expected.shape
+        return isinstance(result, Tensor) and result.shape == expected.shape
 
     def orders(self, node: fx.Node, kept: tuple[int, Tensor], wanted: Tensor) -> bool:
         """Does the rewritten node fetch the elements at the old positions ``wanted``, not just their labels?"""
         source = node.args[0]
         assert isinstance(source, fx.Node)
-        found = self.order(node, self.new[source.name].shape, kept[0], self.new)
-        return found is not None and torch.equal(kept[1][found], wanted)
+        order = self.order(node, self.new[source.name].shape, kept[0], self.new)
+        return order is not None and torch.equal(kept[1][order], wanted)
 
     def order(
         self, node: fx.Node, shape: torch.Size, dim: int, environment: Mapping[str, Any]

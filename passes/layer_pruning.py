@@ -29,8 +29,8 @@ def allow_layer_pruning(traced: Traced, channels: ChannelGraph, within: tuple[st
     floor = {i for i, group in enumerate(groups) if any("<=" not in limit for limit in group.limits)}
     free = [i for i, group in enumerate(groups) if group.free and group.consumers and i not in mixed | floor]
     inside = {path: {i for i in free if _is_in(path, groups[i].producers)} for path in within}
-    for path, found in inside.items():
-        if not found:
+    for path, layers in inside.items():
+        if not layers:
             raise InputError(
                 f"layer_pruning_in: no layer in {path!r} has output channels that may go; among those that have are "
                 f"{', '.join(groups[i].producers[0] for i in free[:6]) or 'none'}"
@@ -57,11 +57,11 @@ def allow_layer_pruning(traced: Traced, channels: ChannelGraph, within: tuple[st
 def _mixed_with_others(channels: ChannelGraph) -> set[int]:
     """Groups that a norm or a statistic reads beside others: a unit that had to come back would count in it."""
     group_of = {int(unit): index for index, group in enumerate(channels.groups) for unit in group.units}
-    found: set[int] = set()
+    mixed: set[int] = set()
     for mix in channels.trail.mixes:
-        known = {group_of.get(unit, -1) for unit in torch.unique(channels.units.of(mix.labels)).tolist()}
-        found |= known if len(known) > 1 else set()
-    return found
+        groups = {group_of.get(unit, -1) for unit in torch.unique(channels.units.of(mix.labels)).tolist()}
+        mixed |= groups if len(groups) > 1 else set()
+    return mixed
 
 
 def _is_in(path: str, layers: tuple[str, ...]) -> bool:

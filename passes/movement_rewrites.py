@@ -35,15 +35,16 @@ class Rewriter(Protocol):
 
 
 def _sizes(run: Rewriter, node: fx.Node, before: Tensor, outputs: list[Tensor]) -> bool:
-    found = run.sliced.axis(outputs[0])
-    if found is None:
+    cut = run.sliced.axis(outputs[0])
+    if cut is None:
         return False
-    dim = found[0]
+    dim = cut[0]
     as_tuple = len(node.args) == 2 and isinstance(node.args[1], (tuple, list))
     is_unflatten = getattr(node.target, "__name__", node.target) == "unflatten" and len(node.args) == 3
     if is_unflatten:
-        given = node.args[2]  # a node, for `y.unflatten(2, x.shape[2:])`
-        base, sizes = int(node.args[1]) % before.dim(), [given] if isinstance(given, fx.Node) else list(given)  # type: ignore[arg-type]
+        lengths = node.args[2]  # a node, for `y.unflatten(2, x.shape[2:])`
+        base = int(node.args[1]) % before.dim()  # type: ignore[arg-type]
+        sizes = [lengths] if isinstance(lengths, fx.Node) else list(lengths)  # type: ignore[arg-type]
     elif as_tuple:
         base, sizes = 0, list(node.args[1])  # type: ignore[arg-type]
     else:
@@ -70,27 +71,27 @@ def fitted(run: Rewriter, sizes: Sequence[Any], shape: Sequence[int]) -> list[An
     Sizes that are worked out in the graph stay so (the batch, the resolution), unless the channels that went make
     them come out wrong: the channels of each of a fixed number of groups, `c // 32`.
     """
-    found = list(sizes)
+    fitting = list(sizes)
     for place, size in enumerate(sizes):
-        known = run.new.get(size.name) if isinstance(size, fx.Node) else size
-        if isinstance(known, int) and known not in (-1, shape[place]):
+        current = run.new.get(size.name) if isinstance(size, fx.Node) else size
+        if isinstance(current, int) and current not in (-1, shape[place]):
             wanted = int(shape[place])
-            scaled = isinstance(size, fx.Node) and known
-            found[place] = run.originals.in_proportion(size, known, wanted) if scaled else wanted
-    return found
+            scaled = isinstance(size, fx.Node) and current
+            fitting[place] = run.originals.in_proportion(size, current, wanted) if scaled else wanted
+    return fitting
 
 
 def _repeats(run: Rewriter, node: fx.Node, before: Tensor, outputs: list[Tensor]) -> bool:
     """What repeats one value for every channel does so as often as there are channels."""
-    found = run.sliced.axis(outputs[0])
+    cut = run.sliced.axis(outputs[0])
     as_tuple = len(node.args) == 2 and isinstance(node.args[1], (tuple, list))
     times: list[Any] = list(node.args[1]) if as_tuple else list(node.args[1:])  # type: ignore[arg-type]
-    if found is None or run.sliced.axis(before) is not None or len(times) != outputs[0].dim():
+    if cut is None or run.sliced.axis(before) is not None or len(times) != outputs[0].dim():
         return False
-    dim, wanted = found[0], found[1].numel()
-    known = run.new.get(times[dim].name) if isinstance(times[dim], fx.Node) else times[dim]
+    dim, wanted = cut[0], cut[1].numel()
+    current = run.new.get(times[dim].name) if isinstance(times[dim], fx.Node) else times[dim]
     ahead = outputs[0].dim() - before.dim()
-    if known == wanted or (dim >= ahead and before.shape[dim - ahead] > 1):
+    if current == wanted or (dim >= ahead and before.shape[dim - ahead] > 1):
         return False
     times[dim] = wanted
     node.args = (node.args[0], tuple(times)) if as_tuple else (node.args[0], *times)
@@ -98,14 +99,14 @@ def _repeats(run: Rewriter, node: fx.Node, before: Tensor, outputs: list[Tensor]
 
 
 def _splits(run: Rewriter, node: fx.Node, before: Tensor, outputs: list[Tensor]) -> bool:
-    found = run.sliced.axis(before)
-    if found is None:
+    cut = run.sliced.axis(before)
+    if cut is None:
         return False
-    dim = found[0]
-    given: Any = node.args[2] if len(node.args) > 2 else node.kwargs.get("dim", 0)
-    if isinstance(given, fx.Node):
-        given = run.old[given.name]
-    if int(given) % before.dim() != dim:
+    dim = cut[0]
+    along: Any = node.args[2] if len(node.args) > 2 else node.kwargs.get("dim", 0)
+    if isinstance(along, fx.Node):
+        along = run.old[along.name]
+    if int(along) % before.dim() != dim:
         return False
     sizes = [run.sliced.slice(out).shape[dim] for out in outputs]
     if 0 in sizes:  # nothing reads that piece any more (`RemoveBranches`)
@@ -125,12 +126,12 @@ def _splits(run: Rewriter, node: fx.Node, before: Tensor, outputs: list[Tensor])
 
 
 def _index(run: Rewriter, node: fx.Node, before: Tensor, outputs: list[Tensor]) -> bool:
-    found = run.sliced.axis(before)
-    if found is None:
+    cut = run.sliced.axis(before)
+    if cut is None:
         return False
-    dim, kept = found
-    given = node.args[1]
-    parts = list(given) if isinstance(given, (tuple, list)) else [given]
+    dim, kept = cut
+    index = node.args[1]
+    parts = list(index) if isinstance(index, (tuple, list)) else [index]
     if Ellipsis in parts:
         at = parts.index(Ellipsis)
         taken = sum(p is not None and p is not Ellipsis for p in parts)
@@ -161,32 +162,32 @@ def numbers(run: Rewriter, values: tuple[Any, ...]) -> tuple[Any, ...]:
 
 
 def _narrow(run: Rewriter, node: fx.Node, before: Tensor, outputs: list[Tensor]) -> bool:
-    found = run.sliced.axis(before)
+    cut = run.sliced.axis(before)
     args = numbers(run, tuple(node.args[1:4]))
-    if found is None or len(args) < 3 or args[0] % before.dim() != found[0]:
+    if cut is None or len(args) < 3 or args[0] % before.dim() != cut[0]:
         return False
-    dim, kept = found
+    dim, kept = cut
     start, stop = int((kept < args[1]).sum()), int((kept < args[1] + args[2]).sum())
     node.args = (node.args[0], dim, start, stop - start)
     return True
 
 
 def _select(run: Rewriter, node: fx.Node, before: Tensor, outputs: list[Tensor]) -> bool:
-    found = run.sliced.axis(before)
+    cut = run.sliced.axis(before)
     args = numbers(run, tuple(node.args[1:3]))
-    if found is None or len(args) < 2 or args[0] % before.dim() != found[0]:
+    if cut is None or len(args) < 2 or args[0] % before.dim() != cut[0]:
         return False
-    dim, kept = found
+    dim, kept = cut
     node.args = (node.args[0], dim, int((kept < args[1] % before.shape[dim]).sum()))
     return True
 
 
 def _squeeze(run: Rewriter, node: fx.Node, before: Tensor, outputs: list[Tensor]) -> bool:
     """`squeeze()` must not take the channels' dimension when one of them is left."""
-    found = run.sliced.axis(before)
-    if found is None or found[1].numel() > 1 or len(node.args) > 1 or node.kwargs:
+    cut = run.sliced.axis(before)
+    if cut is None or cut[1].numel() > 1 or len(node.args) > 1 or node.kwargs:
         return False
-    node.args = (node.args[0], tuple(dim for dim in range(before.dim()) if dim != found[0]))
+    node.args = (node.args[0], tuple(dim for dim in range(before.dim()) if dim != cut[0]))
     return True
 
 

@@ -69,11 +69,11 @@ class OriginalNumbers:
             report.append(f"{node.name}: {source.name} stays {self.old[source.name]}, as of all channels")
         return report
 
-    def in_proportion(self, number: fx.Node, known: int, wanted: int) -> fx.Node:
+    def in_proportion(self, number: fx.Node, current: int, wanted: int) -> fx.Node:
         """``wanted`` for a number that is ``known`` here, and in proportion where it is another (batch * heads)."""
-        common = math.gcd(wanted, known)
-        times, parts = wanted // common, known // common
-        scaled = self._made(number, operator.mul, (number, times), known * times)
+        common = math.gcd(wanted, current)
+        times, parts = wanted // common, current // common
+        scaled = self._made(number, operator.mul, (number, times), current * times)
         return self._made(scaled, operator.floordiv, (scaled, parts), wanted)
 
     def _changed(self, node: fx.Node) -> bool:
@@ -120,8 +120,8 @@ class OriginalNumbers:
         return node
 
 
-def _exchanged(known: dict[fx.Node, Any], node: fx.Node) -> Any:
-    return known.get(node, node)
+def _exchanged(values: dict[fx.Node, Any], node: fx.Node) -> Any:
+    return values.get(node, node)
 
 
 def _is_number(value: Any) -> bool:

@@ -62,11 +62,11 @@ class RemoveBranches(GraphPass):
 
 def empty_groups(channels: ChannelGraph, keep: Tensor) -> int:
     """The groups (bits) of which no unit is kept."""
-    found = 0
+    empty = 0
     for index, group in enumerate(channels.groups):
         free = bool(channels.free_units[group.units].all())
-        found |= (free and not bool(keep[group.units].any())) << index
-    return found
+        empty |= (free and not bool(keep[group.units].any())) << index
+    return empty
 
 
 class Removal:
@@ -102,19 +102,19 @@ class Removal:
         """Groups (bits) that something that stays cannot do without."""
         if not self.flow.connected(self.zero):
             return self.zero
-        found = 0
+        stuck = 0
         for node in self.nodes:
             if self._state(node) == EMPTY:
                 continue
             if self.needed[node] and self._state(node) == LIVE:
-                found |= self._lost_pieces(node)
+                stuck |= self._lost_pieces(node)
             if writes_shared(node, self.module):
-                found |= self._causes(node.all_input_nodes[0])
+                stuck |= self._causes(node.all_input_nodes[0])
             for source in node.all_input_nodes if self.needed[node] else ():
                 causes = self._causes(source)
                 if causes and not self._can_lose(node, source):
-                    found |= causes
-        return found
+                    stuck |= causes
+        return stuck
 
     def _lost_pieces(self, node: fx.Node) -> int:
         """Groups (bits) that fill a whole piece of this node, unless it is a split that can drop the piece."""
@@ -192,12 +192,12 @@ class Removal:
         """Does a number that nothing reads (an assertion) only ask for the sizes of something that is not needed?"""
         seen, stack = {node}, [node]
         while stack:
-            found = stack.pop()
-            if found in self._memory and writes_in_place(found, self.module):  # a counter, an average
+            asked = stack.pop()
+            if asked in self._memory and writes_in_place(asked, self.module):  # a counter, an average
                 return False
-            if self.flow.steps[self.flow.place[found.name]].kind != "number":
-                return found is not node and not self.needed[found]
-            stack += [source for source in found.all_input_nodes if source not in seen]
+            if self.flow.steps[self.flow.place[asked.name]].kind != "number":
+                return asked is not node and not self.needed[asked]
+            stack += [source for source in asked.all_input_nodes if source not in seen]
             seen.update(stack)
         return False
 

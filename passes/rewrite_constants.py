@@ -165,9 +165,9 @@ class _Rewriter:
         if operation_name(node, None) not in SIZES or node.op == "call_module":
             self._freeze_numbers(node)
             return
-        given: Any = node.args[start:]
-        as_tuple = len(given) == 1 and isinstance(given[0], (tuple, list))
-        sizes = list(given[0]) if as_tuple else list(given)
+        written: Any = node.args[start:]
+        as_tuple = len(written) == 1 and isinstance(written[0], (tuple, list))
+        sizes = list(written[0]) if as_tuple else list(written)
         if len(sizes) == 1 and isinstance(sizes[0], fx.Node) and isinstance(self.old[sizes[0].name], tuple):
             sizes, as_tuple = self.parts_of(sizes[0], node), start > 1
         base = int(node.args[1]) % (len(shape) - len(sizes) + 1) if start > 1 else len(shape) - len(sizes)  # type: ignore[arg-type]
@@ -196,12 +196,12 @@ class _Rewriter:
         if module is not None:
             module.normalized_shape = tuple(source.shape[-len(module.normalized_shape) :])
             return
-        given: Any = node.args[1] if len(node.args) > 1 else node.kwargs["normalized_shape"]
-        known = self.new[given.name] if isinstance(given, fx.Node) else fx.node.map_arg(given, self._now)
-        wanted = tuple(source.shape[-len(known) :])
-        if tuple(known) != wanted:
-            sizes = self.parts_of(given, node) if isinstance(given, fx.Node) else given
-            pairs = zip(sizes, known, wanted, strict=True)
+        shape: Any = node.args[1] if len(node.args) > 1 else node.kwargs["normalized_shape"]
+        current = self.new[shape.name] if isinstance(shape, fx.Node) else fx.node.map_arg(shape, self._now)
+        wanted = tuple(source.shape[-len(current) :])
+        if tuple(current) != wanted:
+            sizes = self.parts_of(shape, node) if isinstance(shape, fx.Node) else shape
+            pairs = zip(sizes, current, wanted, strict=True)
             set_argument(node, 1, "normalized_shape", tuple(s if n == w else w for s, n, w in pairs))
 
     def _regroup(self, node: fx.Node, module: Any) -> None:
@@ -217,21 +217,21 @@ class _Rewriter:
                 module.num_groups if labels is None or groups is None else groups * left // labels.numel()
             )
             return
-        given = node.args[1] if len(node.args) > 1 else node.kwargs["num_groups"]
-        before, known = (
-            (self.old[given.name], self.new[given.name]) if isinstance(given, fx.Node) else (given, given)
+        count = node.args[1] if len(node.args) > 1 else node.kwargs["num_groups"]
+        before, current = (
+            (self.old[count.name], self.new[count.name]) if isinstance(count, fx.Node) else (count, count)
         )
         wanted = before if labels is None or groups is None else groups * left // labels.numel()
-        if known != wanted:
+        if current != wanted:
             set_argument(node, 1, "num_groups", wanted)
 
     def _count_kernels(self, node: fx.Node) -> None:
         """A depthwise convolution has as many groups as channels; what the graph works out is right already."""
         groups: Any = node.args[6] if len(node.args) > 6 else node.kwargs["groups"]
-        known = self.new[groups.name] if isinstance(groups, fx.Node) else groups
+        current = self.new[groups.name] if isinstance(groups, fx.Node) else groups
         wanted = self.new[node.name].shape[self.trail.kernels[node.name]]
-        if known != wanted and isinstance(groups, fx.Node):
-            groups = self.originals.in_proportion(groups, known, wanted)
+        if current != wanted and isinstance(groups, fx.Node):
+            groups = self.originals.in_proportion(groups, current, wanted)
         set_argument(node, 6, "groups", 1)
         self._freeze_numbers(node)
         set_argument(node, 6, "groups", groups if isinstance(groups, fx.Node) else wanted)

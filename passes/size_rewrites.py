@@ -18,11 +18,11 @@ def pad(run: Rewriter, node: fx.Node) -> list[str]:
         return []
     before, after = run.old[source.name], run.old[node.name]
     kept_in, kept_out = run.sliced.axis(before), run.sliced.axis(after)
-    found = kept_in or kept_out
-    place = 0 if found is None else 2 * (before.dim() - 1 - found[0])
-    if found is None or place >= len(amounts):
+    cut = kept_in or kept_out
+    place = 0 if cut is None else 2 * (before.dim() - 1 - cut[0])
+    if cut is None or place >= len(amounts):
         return []
-    dim, new = found[0], list(amounts)
+    dim, new = cut[0], list(amounts)
     ins = torch.arange(before.shape[dim]) if kept_in is None else kept_in[1]
     outs = torch.arange(after.shape[dim]) if kept_out is None else kept_out[1]
     first, last = numbers(run, (amounts[place], amounts[place + 1]))
@@ -52,24 +52,24 @@ def fill(run: Rewriter, node: fx.Node, labels: Tensor) -> str:
     """A tensor of one value has as many channels as are kept."""
     start = int(node.op == "call_method")
     listed: Any = node.args[start] if len(node.args) > start else node.kwargs["size"]
-    known = run.old.get(listed.name) if isinstance(listed, fx.Node) else listed
-    apart = isinstance(known, int)
+    first = run.old.get(listed.name) if isinstance(listed, fx.Node) else listed
+    apart = isinstance(first, int)
     sizes = run.parts_of(listed, node) if isinstance(listed, fx.Node) and not apart else listed
-    given: list[Any] = list(node.args[start:]) if apart else list(sizes)
+    written: list[Any] = list(node.args[start:]) if apart else list(sizes)
     wanted = run.sliced.slice(labels).shape
-    for place, size in enumerate(given):
-        known = run.new.get(size.name) if isinstance(size, fx.Node) else size
-        if known != wanted[place]:
+    for place, size in enumerate(written):
+        first = run.new.get(size.name) if isinstance(size, fx.Node) else size
+        if first != wanted[place]:
             new = int(wanted[place])
-            if isinstance(size, fx.Node) and isinstance(known, int) and known:
-                new = run.originals.in_proportion(size, known, new)  # type: ignore[assignment]
-            given[place] = new
+            if isinstance(size, fx.Node) and isinstance(first, int) and first:
+                new = run.originals.in_proportion(size, first, new)  # type: ignore[assignment]
+            written[place] = new
     if apart:
-        node.args = (*node.args[:start], *given)
+        node.args = (*node.args[:start], *written)
     elif len(node.args) > start:
-        node.args = (*node.args[:start], tuple(given), *node.args[start + 1 :])
+        node.args = (*node.args[:start], tuple(written), *node.args[start + 1 :])
     else:
-        node.kwargs = {**node.kwargs, "size": tuple(given)}
+        node.kwargs = {**node.kwargs, "size": tuple(written)}
     return f"{node.name}: of shape {tuple(wanted)}"
 
 

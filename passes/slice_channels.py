@@ -99,20 +99,20 @@ class SliceChannels(GraphPass):
 
     def _constants(self, module: fx.GraphModule, sliced: Sliced) -> dict[str, dict[int, Tensor]]:
         """The same for what removed branches left: constants that hold a node's channels, or one number for all."""
-        found: dict[str, dict[int, Tensor]] = {}
+        cuts: dict[str, dict[int, Tensor]] = {}
         for node in module.graph.nodes:
             mark = node.meta.get(META)
             if isinstance(mark, Constant):
                 axis = sliced.axis(self.channels.trail.labels[mark.of])
                 if axis is not None and module.get_parameter(str(node.target)).shape[axis[0]] > 1:
-                    found[str(node.target)] = dict([axis])
+                    cuts[str(node.target)] = dict([axis])
             elif isinstance(mark, Masked):
                 layer = next(one for one in self.channels.layers if one.node == mark.layer)
                 mask = str(kept_factor(node).target)
                 sides = ((layer.in_dim, layer.in_labels), (layer.out_dim, layer.out_labels))
                 wide = [dim for dim, size in enumerate(held(module, mask).shape) if size > 1]
-                found[mask] = {dim: sliced.positions(labels) for dim, labels in sides if dim in wide}
-        return found
+                cuts[mask] = {dim: sliced.positions(labels) for dim, labels in sides if dim in wide}
+        return cuts
 
     def _goes(self, name: str, dims: dict[int, Tensor]) -> bool:
         slots, elements = self.channels.trail.slots.get(name, {}), self.channels.trail.elements.get(name)

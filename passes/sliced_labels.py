@@ -48,8 +48,8 @@ class Sliced:
 
     def slice(self, labels: Tensor) -> Tensor:
         """The labels that stay."""
-        found = self.axis(labels)
-        return labels if found is None else compact(labels.index_select(*found))
+        cut = self.axis(labels)
+        return labels if cut is None else compact(labels.index_select(*cut))
 
 
 def size_of(part: Tensor | int) -> int:

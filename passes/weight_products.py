@@ -44,9 +44,9 @@ def insert_product(
 
     ``computed``: the weights of those whose weight is computed from the input.
     """
-    known = computed or {}
+    own = computed or {}
     # Calls that read one view of the weight read it together.
-    reads = dict((use, known[use]) if use in known else _read(use, weight) for use in uses)
+    reads = dict((use, own[use]) if use in own else _read(use, weight) for use in uses)
     readers = list(reads)
     if len(readers) > 1:  # the order of all nodes takes long to ask for
         readers = [node for node in graph.nodes if node in reads]
@@ -76,9 +76,9 @@ def _read(use: fx.Node, name: str) -> tuple[fx.Node, fx.Node | None]:
     module, weight = use.graph.owning_module, weight_of(use)
     if weight is None:
         computed = (one for one in factors(use) if all(n.op != "placeholder" for n in ancestors(one)))
-        given = next(computed, use.args[1])
-        assert isinstance(given, fx.Node)
-        return use, given
+        read = next(computed, use.args[1])
+        assert isinstance(read, fx.Node)
+        return use, read
     assert module is not None
     return first_movement(module, weight, name) or (use, weight)
 

@@ -44,12 +44,12 @@ def recalibrate(model: nn.Module, batches: Any) -> None:
                 run_batch(model, batch.to(device))
             watch.batches = batch.number
     names = {id(buffer): name for name, buffer in model.named_buffers()}
-    if not watch.found:
+    if not watch.moments:
         raise InputError(
             f"{type(model).__name__} ran no batch norm that keeps running statistics: there is nothing to estimate"
         )
     estimates = []
-    for mean, variance, moments in watch.found.values():
+    for mean, variance, moments in watch.moments.values():
         new = moments.mean.to(mean), moments.variance.to(variance)
         if not all(bool(torch.isfinite(value).all()) for value in new):
             name = names.get(id(mean), "running_mean").rpartition(".")[0]
@@ -64,7 +64,7 @@ def recalibrate(model: nn.Module, batches: Any) -> None:
             variance.copy_(new_variance)
         for module in model.modules():
             counter = getattr(module, "num_batches_tracked", None)
-            if id(getattr(module, "running_mean", None)) in watch.found and isinstance(counter, Tensor):
+            if id(getattr(module, "running_mean", None)) in watch.moments and isinstance(counter, Tensor):
                 counter.fill_(watch.batches)
 
 
@@ -104,15 +104,15 @@ class _Watch(TorchFunctionMode):
     def __init__(self) -> None:
         super().__init__()
         self.batches = 0
-        self.found: dict[int, tuple[Tensor, Tensor, Moments]] = {}
+        self.moments: dict[int, tuple[Tensor, Tensor, Moments]] = {}
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func not in _SIGNATURES:
             return func(*args, **kwargs)
-        given = _SIGNATURES[func].bind(*args, **kwargs)
-        given.apply_defaults()
-        named = given.arguments
+        bound = _SIGNATURES[func].bind(*args, **kwargs)
+        bound.apply_defaults()
+        named = bound.arguments
         mean, variance, x = named["running_mean"], named["running_var"], named["input"]
         if not isinstance(mean, Tensor):
             return func(*args, **kwargs)
@@ -120,6 +120,6 @@ class _Watch(TorchFunctionMode):
             mask = named["mask"]
             dim = max(range(mask.dim()), key=lambda d: mask.shape[d])
             x = x.index_select(dim, mask.flatten().nonzero().flatten())
-        self.found.setdefault(id(mean), (mean, variance, Moments()))[2].add(x)
+        self.moments.setdefault(id(mean), (mean, variance, Moments()))[2].add(x)
         named.update(running_mean=None, running_var=None, training=True)
-        return func(*given.args, **given.kwargs)
+        return func(*bound.args, **bound.kwargs)

@@ -75,8 +75,8 @@ class Batch:
 
     def __str__(self) -> str:
         shapes = pytree.tree_map(lambda v: tuple(v.shape) if isinstance(v, Tensor) else v, self._parts()[:2])
-        told = [str(shape) for shape in shapes[0]] + [f"{name}={shape}" for name, shape in shapes[1].items()]
-        return f"batch {self.number} (inputs of shape {', '.join(told)})"
+        words = [str(shape) for shape in shapes[0]] + [f"{name}={shape}" for name, shape in shapes[1].items()]
+        return f"batch {self.number} (inputs of shape {', '.join(words)})"
 
 
 def each_batch(batches: Any) -> Iterator[Batch]:

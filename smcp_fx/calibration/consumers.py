@@ -32,18 +32,18 @@ def by_weight(module: fx.GraphModule) -> tuple[list[list[Consumer]], dict[str, s
 
     Left out, by path, are layers whose parameters something else reads too, or that read them in several ways.
     """
-    found: dict[int, list[Consumer]] = {}
+    consumers: dict[int, list[Consumer]] = {}
     for node in module.graph.nodes:
         consumer = consumer_of(module, node)
         if consumer is not None:
-            found.setdefault(id(consumer.weight), []).append(consumer)
-    reading = {consumer.node: consumer for uses in found.values() for consumer in uses}
+            consumers.setdefault(id(consumer.weight), []).append(consumer)
+    reading = {consumer.node: consumer for uses in consumers.values() for consumer in uses}
     elsewhere = _read_elsewhere(module, reading)
     owners: dict[int, set[int]] = {}
     for consumer in reading.values():
         owners.setdefault(id(consumer.bias), set()).add(id(consumer.weight))
     kept, left = [], {}
-    for uses in found.values():
+    for uses in consumers.values():
         parameters = [use.weight for use in uses] + [use.bias for use in uses if use.bias is not None]
         if any(id(parameter) in elsewhere for parameter in parameters):
             why = "its parameters are read elsewhere, too"
@@ -59,14 +59,14 @@ def by_weight(module: fx.GraphModule) -> tuple[list[list[Consumer]], dict[str, s
 
 
 def _of_module(node: fx.Node, layer: nn.Module) -> Consumer | None:
-    given = node.args[0] if node.args else node.kwargs.get("input")
+    x = node.args[0] if node.args else node.kwargs.get("input")
     weight, bias = layer._parameters.get("weight"), layer._parameters.get("bias")
     hooked = layer._forward_hooks or layer._forward_pre_hooks or parametrize.is_parametrized(layer)
-    if not isinstance(given, fx.Node) or weight is None or hooked:
+    if not isinstance(x, fx.Node) or weight is None or hooked:
         return None
     path = str(node.target)
     if isinstance(layer, nn.Linear) and type(layer).forward is nn.Linear.forward:
-        return Consumer(node, path, given, weight, bias, 0)
+        return Consumer(node, path, x, weight, bias, 0)
     kinds = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
     kind = next((kind for kind in kinds if isinstance(layer, kind)), None)
     if (
@@ -85,7 +85,7 @@ def _of_module(node: fx.Node, layer: nn.Module) -> Consumer | None:
     return Consumer(
         node,
         path,
-        given,
+        x,
         weight,
         bias,
         rank,
@@ -108,11 +108,11 @@ def _of_function(module: fx.GraphModule, node: fx.Node) -> Consumer | None:
             "padding",
             *(["output_padding", "groups", "dilation"] if transposed else ["dilation", "groups"]),
         ]
-    given: dict[str, Any] = {**dict(zip(names, node.args, strict=False)), **node.kwargs}
-    source, weight, bias = (given.pop(name, None) for name in names[:3])
+    arguments: dict[str, Any] = {**dict(zip(names, node.args, strict=False)), **node.kwargs}
+    source, weight, bias = (arguments.pop(name, None) for name in names[:3])
     read, added = (_parameter(module, value) for value in (weight, bias))
     settings: list[Any] = []
-    fx.node.map_aggregate(tuple(given.values()), settings.append)
+    fx.node.map_aggregate(tuple(arguments.values()), settings.append)
     if read is None or (bias is not None and added is None) or not isinstance(source, fx.Node):
         return None
     if any(isinstance(value, fx.Node) for value in settings):
@@ -120,8 +120,8 @@ def _of_function(module: fx.GraphModule, node: fx.Node) -> Consumer | None:
     path = str(weight.target)
     if not rank:
         return Consumer(node, path, source, read, added, 0)
-    stride, dilation = (_each(given.get(name, 1), rank) for name in ("stride", "dilation"))
-    padding = given.get("padding", 0)
+    stride, dilation = (_each(arguments.get(name, 1), rank) for name in ("stride", "dilation"))
+    padding = arguments.get("padding", 0)
     kernel = read.shape[2:]
     pairs = []
     for dim in range(rank):
@@ -131,7 +131,7 @@ def _of_function(module: fx.GraphModule, node: fx.Node) -> Consumer | None:
         else:
             pairs.append((_each(padding, rank)[dim],) * 2)
     pads = tuple(length for pair in (pairs if transposed else pairs[::-1]) for length in pair)
-    groups = int(given.get("groups", 1))
+    groups = int(arguments.get("groups", 1))
     return Consumer(node, path, source, read, added, rank, groups, transposed, stride, dilation, pads)
 
 
@@ -147,10 +147,10 @@ def _parameter(module: nn.Module, node: Any) -> nn.Parameter | None:
 
 def _read_elsewhere(module: fx.GraphModule, reading: dict[fx.Node, Consumer]) -> set[int]:
     """Return parameters that other nodes read, or that these layers read other than as weight and bias."""
-    found: set[int] = set()
+    read: set[int] = set()
     for node in module.graph.nodes:
         if node.op == "call_module" and node not in reading:
-            found.update(id(p) for p in module.get_submodule(str(node.target)).parameters())
+            read.update(id(p) for p in module.get_submodule(str(node.target)).parameters())
         elif node.op == "get_attr":
             value = attribute_of(module, node)
             for user in node.users if isinstance(value, nn.Parameter) else ():
@@ -160,8 +160,8 @@ def _read_elsewhere(module: fx.GraphModule, reading: dict[fx.Node, Consumer]) ->
                     or layer.input is node
                     or (value is not layer.weight and value is not layer.bias)
                 ):
-                    found.add(id(value))
-    return found
+                    read.add(id(value))
+    return read
 
 
 def _each(value: Any, rank: int) -> tuple[int, ...]:

@@ -42,7 +42,7 @@ class Curvature:
         """Run the network on a batch forward and backward, and gather; ``counted`` [images] bool: which images."""
         if not self._changes:
             return
-        found: dict[tuple[str, int], Tensor] = {}
+        gradients: dict[tuple[str, int], Tensor] = {}
 
         def see(run: Run) -> Tensor | None:
             y = run.y if run.y.requires_grad else run.y + torch.zeros_like(run.y, requires_grad=True)
@@ -54,7 +54,7 @@ class Curvature:
                     # One sum an image; where the first dimension is not of images, one for the whole batch.
                     split = batch.images if moved.shape[0] % batch.images == 0 else 1
                     sums = torch.linalg.vecdot(*(v.reshape(split, -1) for v in (moved, gradient))).double()
-                    found[key] = found[key] + sums if key in found else sums
+                    gradients[key] = gradients[key] + sums if key in gradients else sums
 
             y.register_hook(heed)  # type: ignore[no-untyped-call]
             return y
@@ -62,10 +62,10 @@ class Curvature:
         with watching(self._network, list(self._changes), see), torch.enable_grad():
             outputs = run_batch(self._network, batch)
         loss(outputs).backward()  # type: ignore[no-untyped-call]
-        require_finite_gradients(batch, found.values())
+        require_finite_gradients(batch, gradients.values())
         images = int(counted.sum())
         self._images += images
-        for key, sums in found.items():
+        for key, sums in gradients.items():
             if sums.numel() == counted.numel():
                 sums = sums * counted.to(sums)
             else:

@@ -190,8 +190,8 @@ class Elimination:
         places = torch.arange(self._state.keep.numel(), device=self._state.keep.device)
         mine = self._state.of_group(places, group)
         readers = [reader for reader in self.readers if _columns(reader, mine) is not None]
-        known = all(reader.squares is not None for reader in readers) and self.unknown(group) is None
-        parts = [_part(reader, mine, self._images if known else 0) for reader in readers]
+        measured = all(reader.squares is not None for reader in readers) and self.unknown(group) is None
+        parts = [_part(reader, mine, self._images if measured else 0) for reader in readers]
         if not parts:
             return None
         alive, gone = torch.ones(mine.numel(), dtype=torch.bool), list[Tensor]()
@@ -207,11 +207,11 @@ class Elimination:
             gone.append(worst)
             counts.append(int(alive.sum()))
             rises.append(rises[-1] + sum(part.remove(~alive[part.units]) for part in parts))
-            if known and stops and counts[-1] <= stops[0]:
+            if measured and stops and counts[-1] <= stops[0]:
                 stops = [stop for stop in stops if stop < counts[-1]]
                 refits.append(Refit(counts[-1], {part.reader: part.change() for part in parts}))
         curve = np.interp(np.arange(counts[0] + 1), counts[::-1], rises[::-1])
-        return Order(torch.cat(gone), curve if known else None, tuple(refits))
+        return Order(torch.cat(gone), curve if measured else None, tuple(refits))
 
     def forget(self) -> None:
         """Let go of what was gathered, which is large."""
@@ -239,8 +239,8 @@ def _columns(reader: Reader, mine: Tensor) -> tuple[Tensor, Tensor] | None:
 
 def _part(reader: Reader, mine: Tensor, images: int) -> _Part:
     """Return the layer's share in a group; ``images``: number with gradients, 0 if gradients are unknown."""
-    found = _columns(reader, mine)
-    assert found is not None
+    columns = _columns(reader, mine)
+    assert columns is not None
     covariance = reader.gram.covariance()
     weight = reader.consumer.matrix(reader.consumer.weight)
     tiny = torch.finfo(torch.float64).tiny ** 0.5
@@ -255,7 +255,7 @@ def _part(reader: Reader, mine: Tensor, images: int) -> _Part:
         variance = (weight * (covariance @ weight)).sum(1, keepdim=True)
         heed = 1 / (variance + ridge * weight.square().sum(1, keepdim=True)).clamp(min=tiny)
     covariance.diagonal(dim1=-2, dim2=-1).add_(ridge[..., 0])
-    return _Part(reader, found[0].cpu(), found[1], _inverse(covariance, rounding), weight, heed)
+    return _Part(reader, columns[0].cpu(), columns[1], _inverse(covariance, rounding), weight, heed)
 
 
 def _inverse(covariance: Tensor, rounding: Tensor) -> Tensor:

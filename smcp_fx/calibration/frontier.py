@@ -53,14 +53,14 @@ class Frontier(ModeInterpreter):
 
         The batch itself stays where it is.
         """
-        found: dict[fx.Node, T] = {}
+        results: dict[fx.Node, T] = {}
         last = max(self._place[node] for node in nodes)
         values = {node: pytree.tree_map(_copied, value) for node, value in self.values[index].items()}
         for node in self.nodes[self.at : last + 1]:
             self._run(index, values, node, keep=nodes)
             if node in nodes:
-                found[node] = read(node, values)
-        return found
+                results[node] = read(node, values)
+        return results
 
     def join(self, batch: Batch) -> None:
         """Add another batch, and run it as far as the others."""
@@ -80,10 +80,10 @@ class Frontier(ModeInterpreter):
             self._run(-1, values, node)
             if node in values:
                 sizes[node] = _sizes(values[node])
-            found = dict[tuple[torch.device, int], int]()
+            sizes_of = dict[tuple[torch.device, int], int]()
             for value in values:
-                found.update(sizes[value])
-            held.append(sum(found.values()))
+                sizes_of.update(sizes[value])
+            held.append(sum(sizes_of.values()))
         self._inputs.pop()
         self.batches.pop()
         most = list(accumulate(reversed(held), max))[::-1]
@@ -116,10 +116,10 @@ class Frontier(ModeInterpreter):
             raise refused(self.module, batch, error) from error
         bound.apply_defaults()
         graph: Any = self.module.graph
-        given = list(graph.process_inputs(*bound.args, **bound.kwargs))
+        inputs = list(graph.process_inputs(*bound.args, **bound.kwargs))
         places = [node for node in self.nodes if node.op == "placeholder"]
         return {
-            node: given[place:] if str(node.target).startswith("*") else given[place : place + 1]
+            node: inputs[place:] if str(node.target).startswith("*") else inputs[place : place + 1]
             for place, node in enumerate(places)
         }
 

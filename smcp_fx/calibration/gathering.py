@@ -162,15 +162,15 @@ def _steps(rises: Floats) -> Tensor:
     return torch.from_numpy(steps * (1 + 1e-6 * np.arange(steps.size)))
 
 
-def _all_rises(state: PruningState, known: dict[str, Floats]) -> dict[str, Floats]:
+def _all_rises(state: PruningState, rises: dict[str, Floats]) -> dict[str, Floats]:
     """Add the groups whose rises are not known: first-order importances, scaled to agree where half is kept."""
     lost = {}
     for name in state.free_masks():
         importances = state.of_group(state.gathered, name).double().cpu().sort().values.numpy()
         lost[name] = np.concatenate([np.cumsum(importances)[::-1], [0.0]])
-    measured, assumed = (sum(float(of[name][of[name].size // 2]) for name in known) for of in (known, lost))
+    measured, assumed = (sum(float(of[name][of[name].size // 2]) for name in rises) for of in (rises, lost))
     return {
-        name: known.get(name, lost[name] * measured / assumed if assumed else lost[name]) for name in lost
+        name: rises.get(name, lost[name] * measured / assumed if assumed else lost[name]) for name in lost
     }
 
 
@@ -182,7 +182,7 @@ def first_order(
         prepared.smcp,
         TaylorImportance(prepared.channels, prepared.smcp, prepared.pruner.config.importance),
     )
-    device, told = device_of(prepared), Stretch(progress)
+    device, progressed = device_of(prepared), Stretch(progress)
     number = 1 if progress is None else number_of(batches)  # a loader without a length is gone through for it
     before = [(parameter, parameter.grad, parameter.requires_grad) for parameter in prepared.parameters()]
     state.forget()
@@ -200,7 +200,7 @@ def first_order(
                 state.gather(
                     units, torch.ones((), dtype=torch.bool, device=units.device), 1 - 1 / batch.number
                 )
-                told(min(batch.number / number, 1.0))
+                progressed(min(batch.number / number, 1.0))
     finally:
         for parameter, gradient, learns in before:
             parameter.requires_grad_(learns)

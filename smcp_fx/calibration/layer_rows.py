@@ -46,20 +46,20 @@ class Consumer:
 
     def matrix(self, weight: Tensor) -> Tensor:
         """Return the weight as [groups, inputs, outputs], in double precision."""
-        found = weight.detach().double()
+        w = weight.detach().double()
         if not self.transposed:
-            return found.reshape(self.groups, -1, found[0].numel()).transpose(1, 2)
-        found = found.flip(tuple(range(2, found.dim())))
-        found = found.reshape(self.groups, -1, *found.shape[1:])
-        return found.movedim(2, -1).flatten(1, -2)
+            return w.reshape(self.groups, -1, w[0].numel()).transpose(1, 2)
+        w = w.flip(tuple(range(2, w.dim())))
+        w = w.reshape(self.groups, -1, *w.shape[1:])
+        return w.movedim(2, -1).flatten(1, -2)
 
     def unmatrix(self, matrix: Tensor) -> Tensor:
         """The inverse of `matrix`, in the weight's shape and type."""
         if not self.transposed:
             return matrix.transpose(1, 2).reshape(self.weight.shape).to(self.weight)
         inputs, kernel = self.weight.shape[0] // self.groups, self.weight.shape[2:]
-        found = matrix.reshape(self.groups, inputs, *kernel, -1).movedim(-1, 2).flatten(0, 1)
-        return found.flip(tuple(range(2, found.dim()))).to(self.weight)
+        w = matrix.reshape(self.groups, inputs, *kernel, -1).movedim(-1, 2).flatten(0, 1)
+        return w.flip(tuple(range(2, w.dim()))).to(self.weight)
 
     def positions(self, y: Tensor) -> tuple[int, int]:
         """Return an output's images (length of the first dimension) and the positions of each."""
@@ -117,10 +117,10 @@ class Consumer:
         shape, flat = flat.shape, flat.where(inside, 0).flatten()
 
         def read(images: Tensor) -> Tensor:
-            found = _at(x.flatten(2).mT, flat, images)
+            rows = _at(x.flatten(2).mT, flat, images)
             if outside.numel():
-                found.index_fill_(1, outside.to(x.device), 0)
-            return found.reshape(len(images), *shape, -1).transpose(2, 3)
+                rows.index_fill_(1, outside.to(x.device), 0)
+            return rows.reshape(len(images), *shape, -1).transpose(2, 3)
 
         return read
 
@@ -165,7 +165,7 @@ def some_of(positions: int, number: int, generator: torch.Generator) -> Tensor:
 def _stuffed(x: Tensor, stride: tuple[int, ...]) -> Tensor:
     """Insert stride - 1 zeros between neighbours."""
     lengths = [(length - 1) * s + 1 for length, s in zip(x.shape[2:], stride, strict=True)]
-    found = x.new_zeros(*x.shape[:2], *lengths)
+    stuffed = x.new_zeros(*x.shape[:2], *lengths)
     place: tuple[Any, ...] = (..., *(slice(None, None, s) for s in stride))
-    found[place] = x
-    return found
+    stuffed[place] = x
+    return stuffed

@@ -29,24 +29,24 @@ class Normalisation:
 
 def norms_of(module: fx.GraphModule) -> list[list[Normalisation]]:
     """The graph's batch norms in the order they run, those of the same statistics together."""
-    found: dict[int, list[Normalisation]] = {}
+    norms: dict[int, list[Normalisation]] = {}
     for node in module.graph.nodes:
         norm = _norm_of(module, node)
         if norm is not None:
-            found.setdefault(id(norm.mean), []).append(norm)
-    return list(found.values())
+            norms.setdefault(id(norm.mean), []).append(norm)
+    return list(norms.values())
 
 
 def _norm_of(module: fx.GraphModule, node: fx.Node) -> Normalisation | None:
     if node.op == "call_module":
         norm = module.get_submodule(str(node.target))
-        given = node.args[0] if node.args else node.kwargs.get("input")
-        if not isinstance(norm, nn.modules.batchnorm._BatchNorm) or not isinstance(given, fx.Node):
+        x = node.args[0] if node.args else node.kwargs.get("input")
+        if not isinstance(norm, nn.modules.batchnorm._BatchNorm) or not isinstance(x, fx.Node):
             return None
         if norm.running_mean is None or norm.running_var is None:
             return None
         path, statistics = str(node.target), (norm.running_mean, norm.running_var)
-        return Normalisation(node, path, given, *statistics, norm.weight, norm.bias, norm.eps)
+        return Normalisation(node, path, x, *statistics, norm.weight, norm.bias, norm.eps)
     if node.op != "call_function" or node.target is not F.batch_norm:
         return None
     named: dict[str, Any] = {**dict(zip(_NAMES, node.args, strict=False)), **node.kwargs}

@@ -246,14 +246,14 @@ def cancelled(value: Tensor, outputs: Any) -> float:
     """
     tensors = [t for t in named_tensors(outputs).values() if t.requires_grad and not t.is_complex()]
     slopes = partial(torch.autograd.grad, retain_graph=True, allow_unused=True)
-    found = torch.autograd.grad(value, tensors, create_graph=True, allow_unused=True, materialize_grads=True)
+    first = torch.autograd.grad(value, tensors, create_graph=True, allow_unused=True, materialize_grads=True)
     steps = [_signs(t) * spread(t.float()).sqrt().to(t.dtype) for t in tensors]
-    moved = torch.stack([(g * s).sum() for g, s in zip(found, steps, strict=True)]).sum()
+    moved = torch.stack([(g * s).sum() for g, s in zip(first, steps, strict=True)]).sum()
     try:
         bent = slopes(moved, tensors, materialize_grads=True)
     except RuntimeError:  # it is linear, or can only be differentiated once
         bent = tuple(torch.zeros_like(t) for t in tensors)
-    weights = [(g.detach().abs() + b.abs()) * _signs(b) for g, b in zip(found, bent, strict=True)]
+    weights = [(g.detach().abs() + b.abs()) * _signs(b) for g, b in zip(first, bent, strict=True)]
     learning = _learning(value)
     own = _norm(slopes(value, learning))
     other = _norm(slopes(tensors, learning, weights))
@@ -284,27 +284,27 @@ def _require_shares(labels: Tensor, dim: int, batch: Batch) -> None:
         )
 
 
-def _require_within(labels: Tensor, most: float, what: str, batch: Batch) -> None:
+def _require_within(labels: Tensor, most: float, kind: str, batch: Batch) -> None:
     if labels.numel() and not (float(labels.min()) >= 0 and float(labels.max()) <= most):
         raise InputError(
             f"the labels of {batch} go from {float(labels.min()):g} to {float(labels.max()):g}, but the output is "
-            f"taken for scores of {what}: say what it is with outputs=, or give loss=, a function of (outputs, "
+            f"taken for scores of {kind}: say what it is with outputs=, or give loss=, a function of (outputs, "
             "labels)"
         )
 
 
 def _learning(value: Tensor) -> list[Tensor]:
     """All tensors that gather gradients of it."""
-    found, seen, waiting = [], set(), [value.grad_fn]
+    leaves, seen, waiting = [], set(), [value.grad_fn]
     while waiting:
         node = waiting.pop()
         if node is None or node in seen:
             continue
         seen.add(node)
         if hasattr(node, "variable"):
-            found.append(node.variable)
+            leaves.append(node.variable)
         waiting.extend(before for before, _ in node.next_functions)
-    return found
+    return leaves
 
 
 def _norm(gradients: Iterable[Tensor | None]) -> float:

@@ -51,7 +51,7 @@ def readers_of(prepared: PreparedModel, graph: fx.GraphModule) -> tuple[list[Rea
     """Return the readers in the order they run; of units that others read, the path of one that does."""
     nodes = {node.name: node for node in graph.graph.nodes}
     deployed = run_in_eval(graph.graph)
-    found, others = list[Reader](), dict[int, str]()
+    readers, others = list[Reader](), dict[int, str]()
     for layer in masked_layers(prepared.channels):
         node, places = nodes.get(layer.node), prepared.smcp.places(layer.input_channels).cpu()
         runs = node is not None and layer.node in deployed  # others train alone: their weights are fused
@@ -59,8 +59,8 @@ def readers_of(prepared: PreparedModel, graph: fx.GraphModule) -> tuple[list[Rea
         if reader is None:
             others.update(dict.fromkeys(places[places >= 0].tolist(), layer.node))
             continue
-        found.append(reader)
-    return found, others
+        readers.append(reader)
+    return readers, others
 
 
 def _reader(graph: fx.GraphModule, node: fx.Node, places: Tensor) -> Reader | None:
@@ -150,9 +150,9 @@ class _Functions(TorchFunctionMode):
             return output
 
         def product(weight: Tensor) -> Tensor:
-            given = dict(zip(("input", "weight", "bias"), args, strict=False)) | kwargs
-            given |= {"weight": weight, "bias": None}
-            return function(given.pop("input"), given.pop("weight"), given.pop("bias"), *args[3:], **given)  # type: ignore[no-any-return]
+            named = dict(zip(("input", "weight", "bias"), args, strict=False)) | kwargs
+            named |= {"weight": weight, "bias": None}
+            return function(named.pop("input"), named.pop("weight"), named.pop("bias"), *args[3:], **named)  # type: ignore[no-any-return]
 
         x = args[0] if args else kwargs["input"]
         replaced = self._see(Run(self._next_of(id(weight), mine), x, output, product))

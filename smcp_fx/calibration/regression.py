@@ -97,10 +97,10 @@ class Sums(Gram):
         moved = (change * (self.xx @ change)).sum() - 2 * (change * self.xr).sum()
         away = self.r - _times(self.x, change)
         if intercept is None:
-            found = moved - (away * away).sum() / self.count
+            total = moved - (away * away).sum() / self.count
         else:
-            found = moved - 2 * (intercept * away).sum() + self.count * (intercept * intercept).sum()
-        return max(float(found + self.rr), 0.0)
+            total = moved - 2 * (intercept * away).sum() + self.count * (intercept * intercept).sum()
+        return max(float(total + self.rr), 0.0)
 
     @property
     def spread(self) -> float:
@@ -180,10 +180,10 @@ def _descent(tried: Callable[[float], tuple[float, float, Tensor]]) -> tuple[flo
     for ways in (RIDGES[middle + 1 :], RIDGES[middle - 1 :: -1]):
         start = best
         for ridge in ways:
-            found = tried(ridge)
-            if found[0] > best[0]:
+            candidate = tried(ridge)
+            if candidate[0] > best[0]:
                 break
-            best = found
+            best = candidate
         if best is not start:
             break
     return best

@@ -96,18 +96,18 @@ def _alike(smaller: nn.Module, fresh: nn.Module) -> bool:
 
 def _fitting(batches: Any, device: torch.device) -> list[Batch]:
     """The first batches, as many as fit into memory; one at least."""
-    found: list[Batch] = []
+    held: list[Batch] = []
     taken = 0
     for batch in each_batch(batches):
         taken += batch.nbytes
-        if found and taken > MEMORY:
+        if held and taken > MEMORY:
             break
-        found.append(batch.to(device))
-    if sum(batch.images for batch in found) < 2:
+        held.append(batch.to(device))
+    if sum(batch.images for batch in held) < 2:
         raise InputError(
             "repair needs two images or more, to fit layers on some and check them on others: give a few hundred"
         )
-    return found
+    return held
 
 
 @contextmanager

@@ -78,10 +78,10 @@ class RepairReport:
             few = f"; {layer.positions} positions for {layer.inputs} inputs" * (
                 layer.positions < layer.inputs
             )
-            what = (
+            error = (
                 f"{layer.before:.3%} -> {layer.after:.3%}" if layer.repaired else f"{layer.before:.3%}, kept"
             )
-            lines.append(f"  {layer.path}: error {what}{few}")
+            lines.append(f"  {layer.path}: error {error}{few}")
         return "\n".join(lines)
 
 
@@ -118,14 +118,14 @@ class SideBySide:
 
     def run(self, progress: Progress | None = None) -> list[RepairReport]:
         """Repair all layers of all networks in the order they run."""
-        told, total = Stretch(progress), sum(len(fit.smaller.nodes) for fit in self.fits)
+        progressed, total = Stretch(progress), sum(len(fit.smaller.nodes) for fit in self.fits)
         place = {node.name: index for index, node in enumerate(self.whole.nodes)}
         nodes = [[(place.get(node.name, -1), fit, node) for node in fit.smaller.nodes] for fit in self.fits]
         # The one that is behind goes first, so that the whole network still holds what it needs.
         for done, (_, fit, node) in enumerate(merge(*nodes, key=itemgetter(0))):
             fit.repair(node)
-            told(done / total)
-        told(1.0)
+            progressed(done / total)
+        progressed(1.0)
         return [fit.told() for fit in self.fits]
 
     def admit(self, name: str) -> None:
@@ -264,18 +264,18 @@ class _Fit:
             )
             return
         rounding = max((8 * torch.finfo(first.weight.dtype).eps) ** 2, 1e-14)
-        found = solve(
+        best = solve(
             list(uses.values()), matrix, lambda weight: first.matrix(first.unmatrix(weight)), rounding
         )
-        if found.after < found.before:
-            first.weight.copy_(first.unmatrix(found.weight))
+        if best.after < best.before:
+            first.weight.copy_(first.unmatrix(best.weight))
             biases = {id(c.bias): c.bias for c in consumers if c.bias is not None}
-            for key, bias in zip(uses, found.biases, strict=True):
+            for key, bias in zip(uses, best.biases, strict=True):
                 if key in biases and bias is not None:
                     biases[key].copy_(bias.flatten())
         self.report.append(
             LayerRepair(
-                first.path, found.before, found.after, found.ridge, fitted + held_out, int(matrix.shape[1])
+                first.path, best.before, best.after, best.ridge, fitted + held_out, int(matrix.shape[1])
             )
         )
 
@@ -371,12 +371,12 @@ def _moments(frontier: Frontier, norms: list[Normalisation]) -> Moments:
         if len(norms) == 1:
             moments.add(frontier.values[batch][norms[0].input])
             continue
-        found = frontier.ahead(batch, set(sources), lambda node, values: _copy(values, sources[node]))
-        for value in found.values():
+        inputs = frontier.ahead(batch, set(sources), lambda node, values: _copy(values, sources[node]))
+        for value in inputs.values():
             moments.add(value)
     return moments
 
 
 def _copy(values: Values, node: fx.Node) -> Tensor:
-    found: Tensor = values[node].clone()
-    return found
+    copied: Tensor = values[node].clone()
+    return copied

@@ -151,12 +151,8 @@ def _constants(
             followed |= node.target in (own_weight, *transparent)
             if node.op == "call_module":
                 followed = has(name, Trait.ELEMENTWISE) and not [*owners[str(node.target)].state_dict()]
-            if (
-                followed
-                and not drawn
-                and constants.issuperset(node.all_input_nodes)
-                and _is_steady(module, node)
-            ):
+            fixed = constants.issuperset(node.all_input_nodes)
+            if followed and not drawn and fixed and _is_steady(module, node):
                 constants.add(node)
     return constants
 

@@ -45,7 +45,7 @@ def made_tensors(
             _touch(node.args[0], tensors, filled)
             made.update(dict.fromkeys(filled, False))
             touched |= filled
-    readers_of: dict[str, set[str] | None] = {}
+    made_for: dict[str, set[str] | None] = {}
     for node, here in made.items():
         alone = has(operation_name(node, None), Trait.FILLS) and not any(made[user] for user in node.users)
         if not here or node in touched or alone:
@@ -53,10 +53,9 @@ def made_tensors(
         value = values[node.name]
         numbers = isinstance(value, TensorInfo) and value.is_continuous
         readers = {user.name for user in node.users if not made[user] and user.name not in unread}
-        readers_of[node.name] = (
-            {user.name for user in node.users if made[user]} if numbers and readers else None
-        )
-    return readers_of
+        among = {user.name for user in node.users if made[user]}
+        made_for[node.name] = among if numbers and readers else None
+    return made_for
 
 
 def _read(node: fx.Node) -> list[fx.Node]:

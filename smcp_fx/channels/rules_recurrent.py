@@ -39,9 +39,8 @@ def recurrent(run: Propagation, call: Call) -> Any:
     names = [run.parameter(f"{owner.target}.{name}") for name in weight_names(module)]
     states = next(n for n in names if n.rpartition(".")[2].startswith("weight_hh"))
     recorded = run.trail.slots.get(states, {}).get(1)
-    hidden = (
-        run.fresh(call.node.name, run.module.get_parameter(states).shape[1]) if recorded is None else recorded
-    )
+    size = run.module.get_parameter(states).shape[1]
+    hidden = run.fresh(call.node.name, size) if recorded is None else recorded
     for held in tensor_leaves(call.args[3]):
         state = run.of(held, {-1})
         run.tie(channel_labels(run, state, state.dim() - 1), hidden)

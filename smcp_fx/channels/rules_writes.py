@@ -87,16 +87,15 @@ def scattered(run: Propagation, call: Call) -> Any:
     rank = len(call.shape)
     dim = int(dim) % rank
     content = run.of(source) if isinstance(source, (Tensor, ParameterRef)) else None
-    along = (
-        {d - rank for d in varied_dims(content)} if content is not None and content.dim() == rank else None
-    )
+    whole = [content] if content is not None and content.dim() == rank else []
+    along = {d - rank for of in whole for d in varied_dims(of)} if whole else None
     if isinstance(target, MadeRef) and not along and target.name not in run.trail.elements:
         made = run.fixed(call.node.name, constant_made_by(call.node.name))  # rows of ones and zeros
         run.trail.elements[target.name] = uniform(made, target.shape)
     labels = tie_mixed(run, call, run.of(target, along), {dim})
     if labels is None:
         return run.unknown(call, f"{call.node.name!r} {_APART}")
-    operands = [labels] + ([content] if content is not None and content.dim() == rank else [])
+    operands = [labels, *whole]
     if len(index.shape) == rank and not isinstance(index, ConstantRef):
         operands.append(run.of(index))
     else:

@@ -30,9 +30,8 @@ class Sizes:
         for node in self._nodes:
             here, there = self.values.get(node.name), self.other.get(node.name)
             differs = type(here) is int and type(there) is int and here != there
-            if differs or (
-                type(here) in (int, float, bool) and not following.isdisjoint(node.all_input_nodes)
-            ):
+            computed = type(here) in (int, float, bool) and not following.isdisjoint(node.all_input_nodes)
+            if differs or computed:
                 following.add(node)
         return following
 

@@ -119,12 +119,8 @@ def close(trail: Trail) -> Units:
     reasons = [reason for _, reason in pins]
     emptied: dict[int, tuple[str, Tensor]] = {}  # for each unit a tensor, of several channels if one is
     for name, labels in _whole(trail):
-        own_units = units.of(labels)
-        if (
-            own_units.numel()
-            and not varied_dims(own_units)
-            and (unit := int(own_units[(0,) * own_units.dim()])) >= 0
-        ):
+        of = units.of(labels)
+        if of.numel() and not varied_dims(of) and (unit := int(of[(0,) * of.dim()])) >= 0:
             own = torch.unique(narrow_uniform(labels))
             if unit not in emptied or emptied[unit][1].numel() == 1 < own.numel():
                 emptied[unit] = name, own

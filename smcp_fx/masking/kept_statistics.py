@@ -158,8 +158,8 @@ def _normalised(
     each = math.prod([x.shape[dim] // mask.shape[dim] for dim in dims])  # elements of a channel
     front = (None,) * x.dim()
     weight, bias = (None if t is None else t.to(wide.dtype)[front[t.dim() :]] for t in affine)
-    found = _Normalise.apply(wide, mask.to(wide.dtype), weight, bias, tuple(dims), each, eps, centred)
-    out: Tensor = found[0]
+    results = _Normalise.apply(wide, mask.to(wide.dtype), weight, bias, tuple(dims), each, eps, centred)
+    out: Tensor = results[0]
     return out
 
 
@@ -231,10 +231,10 @@ def softmax_over_kept(mask: Tensor, input: Tensor, dim: int, *options: Any, **na
 def log_softmax_over_kept(mask: Tensor, input: Tensor, dim: int, *options: Any, **named: Any) -> Tensor:
     """`F.log_softmax` over the kept channels. ``options``: as torch's functions take them; a type is used."""
     asked = [one for one in (*options, named.get("dtype")) if isinstance(one, torch.dtype)]
-    given = input.to(asked[0]) if asked else input
-    wide = given.float() if given.dtype in (torch.float16, torch.bfloat16) else given
+    typed = input.to(asked[0]) if asked else input
+    wide = typed.float() if typed.dtype in (torch.float16, torch.bfloat16) else typed
     y = wide - torch.logsumexp(lowest_kept(wide, mask), dim, keepdim=True)
-    return _typed(y, given, lambda one: F.log_softmax(one, 1))
+    return _typed(y, typed, lambda one: F.log_softmax(one, 1))
 
 
 def batch_norm_over_kept(

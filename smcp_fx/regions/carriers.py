@@ -40,10 +40,10 @@ def is_carrier(module: nn.Module) -> bool:
 
 def maps_of(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
     """Return the feature maps that a call reads."""
-    given = args[0] if args else next(iter(kwargs.values()))
-    if isinstance(given, Mapping):
-        return [value for name, value in given.items() if name in module.featmap_names]
-    return [given]
+    maps = args[0] if args else next(iter(kwargs.values()))
+    if isinstance(maps, Mapping):
+        return [value for name, value in maps.items() if name in module.featmap_names]
+    return [maps]
 
 
 def carried_channels(pooled: Tensor, *maps: Tensor) -> Tensor:

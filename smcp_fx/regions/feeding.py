@@ -29,10 +29,10 @@ def joined_inputs(
         if isinstance(forward, RegionForward):
             bound = forward.signature.bind(*args, **kwargs)
             bound.apply_defaults()
-            given: Any = (bound.args, bound.kwargs)
+            arguments: Any = (bound.args, bound.kwargs)
         else:
-            given = bound_arguments(module.forward, args, kwargs)
-        leaves, structure = pytree.tree_flatten(given)
+            arguments = bound_arguments(module.forward, args, kwargs)
+        leaves, structure = pytree.tree_flatten(arguments)
         if structure != forms[path].structure:
             raise InputError(f"{path!r} is called with other arguments than in the example")
         # The arguments may be changed in place later.

@@ -90,7 +90,7 @@ def find_regions(
     hold nothing to prune. The model is run once per level of the module tree, in eval mode.
     """
     stopped = {"": why}
-    found: dict[str, Region] = {}
+    regions: dict[str, Region] = {}
     frontier = _children(model, "")
     seen: set[int] = set()
     while frontier:
@@ -103,12 +103,12 @@ def find_regions(
             seen.add(id(module))
             if calls[path]:
                 try:
-                    found[path] = _trace_region(model, path, calls[path], leaves)
+                    regions[path] = _trace_region(model, path, calls[path], leaves)
                     continue
                 except Exception as error:  # whatever it is, its submodules may be traceable
                     stopped[path] = str(error)
             frontier += _children(module, path)
-    return Split(tuple(_unshared(model, found, stopped)), stopped)
+    return Split(tuple(_unshared(model, regions, stopped)), stopped)
 
 
 def _children(module: nn.Module, path: str) -> list[str]:
@@ -122,14 +122,14 @@ def _has_weights(module: nn.Module) -> bool:
     return any(parameter.dim() > 1 for parameter in module.parameters())
 
 
-def _unshared(model: nn.Module, found: dict[str, Region], stopped: dict[str, str]) -> Iterator[Region]:
+def _unshared(model: nn.Module, regions: dict[str, Region], stopped: dict[str, str]) -> Iterator[Region]:
     """The regions that share no weights with modules outside of them, which could not be sliced."""
     owners: dict[int, set[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
-        home = next((path for path in found if name.startswith(path + ".")), "")
+        home = next((path for path in regions if name.startswith(path + ".")), "")
         owners.setdefault(id(parameter), set()).add(home)
     shared = {home for homes in owners.values() if "" in homes for home in homes}
-    for path, region in found.items():
+    for path, region in regions.items():
         if path in shared:
             stopped[path] = "it shares weights with a module that is not traced"
         else:
@@ -194,9 +194,9 @@ def _trace_region(model: nn.Module, path: str, calls: list[CallSeen], leaves: tu
     harness = _harness(model, path, form)
     traced = trace(harness, tuple(inputs), leaves)
     for call in calls[1:]:
-        given = tuple(tensor.clone() for tensor in form.tensors(call.leaves))
+        tensors = tuple(tensor.clone() for tensor in form.tensors(call.leaves))
         try:
-            same = same_values(call.output, run_eager(traced.module, given))
+            same = same_values(call.output, run_eager(traced.module, tensors))
         except (SmcpError, AssertionError, RuntimeError) as error:
             raise TraceError(
                 f"{path!r} is called in several ways that one graph does not hold: {error}"

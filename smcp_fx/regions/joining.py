@@ -40,10 +40,10 @@ def join_regions(model: nn.Module, inputs: tuple[Any, ...], split: Split) -> tup
     frozen = {number for number, call in enumerate(wiring.calls) if call.region.path in wiring.frozen}
     pin_layers(model, [node for node in graph.graph.nodes if node.meta.get(CALL) in frozen])
     module = sharing(model, graph.graph)
-    found, values, work = record(module, tuple(graph.given))
+    outputs, values, work = record(module, tuple(graph.inputs))
     with MultiplyAdds() as counted:
         run_eager(model, inputs)
-    graph.end.meta[PASSED_ON] = _passed_on(wiring, found)
+    graph.end.meta[PASSED_ON] = _passed_on(wiring, outputs)
     first = {call.region.path: number for number, call in reversed(list(enumerate(wiring.calls)))}
     regions = tuple(region for region in split.regions if region.path in first)
     numbers = tuple(first[region.path] for region in regions)
@@ -57,20 +57,20 @@ def join_regions(model: nn.Module, inputs: tuple[Any, ...], split: Split) -> tup
     )
     said = dict.fromkeys(sentence for region in regions for sentence in region.assumptions)
     outside = max(counted.total - sum(work.values()), 0)
-    images, given = images_in(inputs), tuple(graph.given)
-    return Traced(module, values, tuple(said), work, images, outside, given=given), joined
+    images, tensors = images_in(inputs), tuple(graph.inputs)
+    return Traced(module, values, tuple(said), work, images, outside, inputs=tensors), joined
 
 
 class _Graph:
     """The graph of all calls. What untraced code passes in becomes an input, and what it reads becomes an output.
 
-    ``given``: the tensors of its inputs; ``names``: by call, the nodes of its arguments; ``entering``: by call, its
+    ``inputs``: their tensors; ``names``: by call, the nodes of its arguments; ``entering``: by call, its
     arguments that are inputs of the graph, with their places.
     """
 
     def __init__(self, wiring: Wiring) -> None:
         self.graph = fx.Graph()
-        self.given: list[Tensor] = []
+        self.inputs: list[Tensor] = []
         self.names: list[tuple[str, ...]] = []
         self.entering: list[list[tuple[str, int]]] = []
         self._last: fx.Node | None = None
@@ -103,16 +103,16 @@ class _Graph:
             start = self._last = self.graph.placeholder(f"call_{number}_{place}")
         start.meta[ORIGIN] = f"comes into region {call.region.path!r} from code that was not traced"
         self.entering[-1].append((start.name, place))
-        self.given.append(call.copies[place])
+        self.inputs.append(call.copies[place])
         return start
 
 
-def _passed_on(wiring: Wiring, found: Any) -> tuple[int, ...]:
+def _passed_on(wiring: Wiring, outputs: Any) -> tuple[int, ...]:
     """Return which outputs are only passed on; `TraceError` if any output differs from the calls'."""
     passed_on: list[int] = []
     index = 0
     for number, call in enumerate(wiring.calls):
-        results = [leaf for leaf in pytree.tree_leaves(found[number]) if isinstance(leaf, Tensor)]
+        results = [leaf for leaf in pytree.tree_leaves(outputs[number]) if isinstance(leaf, Tensor)]
         if not same_values(call.output_copies, results):
             raise TraceError(
                 f"the joined graph of the traced parts computes something else than {call.region.path!r} does. "

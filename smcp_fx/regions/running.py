@@ -160,9 +160,9 @@ def _extract(graph: fx.Graph, joined: Joined, index: int) -> fx.Graph:
     placed: dict[fx.Node, fx.Node] = {}
     for place, (source, name) in enumerate(zip(joined.sources[index], joined.names[index], strict=True)):
         start = part.placeholder(f"tensor_{place}")
-        given = nodes[name] if source.call is None else every[source.call][source.place]
-        placed.setdefault(given, start)
-        block_hooks.merge_numbers(start, [given])
+        start_node = nodes[name] if source.call is None else every[source.call][source.place]
+        placed.setdefault(start_node, start)
+        block_hooks.merge_numbers(start, [start_node])
     wanted = [node for node in graph.nodes if node.meta.get(CALL) == number]
     needed = set(_reaching([*wanted, *pytree.tree_leaves(results)], placed))
     for node in graph.nodes:
@@ -177,9 +177,9 @@ def _extract(graph: fx.Graph, joined: Joined, index: int) -> fx.Graph:
     return with_branches(part)
 
 
-def _reaching(ends: list[Any], known: dict[fx.Node, fx.Node]) -> Iterator[fx.Node]:
+def _reaching(ends: list[Any], ours: dict[fx.Node, fx.Node]) -> Iterator[fx.Node]:
     """The nodes that these depend on, as far back as the known ones."""
-    seen: set[fx.Node] = set(known)
+    seen: set[fx.Node] = set(ours)
     stack = [node for node in ends if isinstance(node, fx.Node)]
     while stack:
         node = stack.pop()

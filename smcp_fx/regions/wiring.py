@@ -162,13 +162,13 @@ def _carried(runs: list[tuple[list[Passage], _Watcher]]) -> dict[int, Carrier]:
     """
     lost: set[tuple[str, int]] = set()
     for calls, watcher in runs:
-        given = {
+        made = {
             id(tensor): version
             for call in calls
             for tensor, version in zip(call.outputs, call.output_versions, strict=True)
         }
         for carrier in watcher.carriers:
-            of_regions = [given.get(id(one)) for one in carrier.maps] == carrier.versions
+            of_regions = [made.get(id(one)) for one in carrier.maps] == carrier.versions
             if not of_regions or carrier.pooled is None or id(carrier.pooled) in watcher.touched:
                 lost.add((carrier.path, carrier.nth))
     for _, watcher in runs:
@@ -278,7 +278,7 @@ def _run(
         if is_carrier(module) and not path.startswith(within)
     }
 
-    def run(*given: Any) -> Any:
+    def run(*args: Any) -> Any:
         model.train(training)
         with (
             torch.set_grad_enabled(gradients),
@@ -286,10 +286,10 @@ def _run(
             _Functions(watcher),
             _Operators(watcher),
         ):
-            found = model(*given)
+            output = model(*args)
         if training and gradients:
-            _note_gradients(calls, found)
-        return found
+            _note_gradients(calls, output)
+        return output
 
     with watched(modules, enter, leave), watched(carriers, enter_carrier, leave_carrier):
         result = run_eager(model, inputs, run)
@@ -303,10 +303,10 @@ def _note_gradients(calls: list[Passage], result: Any) -> None:
     made = [(call, tensor) for call in calls for tensor in call.outputs if _learns(tensor)]
     if not ends or not made:
         return
-    found = torch.autograd.grad(
+    gradients = torch.autograd.grad(
         ends, [tensor for _, tensor in made], [torch.ones_like(end) for end in ends], allow_unused=True
     )
-    reached = {id(call) for (call, _), gradient in zip(made, found, strict=True) if gradient is not None}
+    reached = {id(call) for (call, _), gradient in zip(made, gradients, strict=True) if gradient is not None}
     for call, _ in made:
         call.gradients = id(call) in reached
 

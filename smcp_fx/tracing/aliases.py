@@ -80,27 +80,27 @@ def sharing(
 
 def origins(node: Any, model: nn.Module) -> set[Any]:
     """The tensors at the start of the chains of views that may end in this node."""
-    found, todo = set(), [node]
+    owners, todo = set(), [node]
     while todo:
         one = todo.pop()
         before = sources(one, model) if isinstance(one, fx.Node) else []
         todo += before
-        found |= set() if before else {one}
-    return found
+        owners |= set() if before else {one}
+    return owners
 
 
 def memory_of_model(model: nn.Module, graph: fx.Graph) -> dict[fx.Node, str]:
     """The nodes that may share memory with a tensor of the model, and a name of that tensor."""
-    found: dict[fx.Node, str] = {}
+    owner: dict[fx.Node, str] = {}
     for node in graph.nodes:
         if node.op == "get_attr":
             if isinstance(held(model, str(node.target)), Tensor):
-                found[node] = str(node.target)
-        elif found.keys().isdisjoint(node.all_input_nodes):  # the usual case, which is the fastest to check
+                owner[node] = str(node.target)
+        elif owner.keys().isdisjoint(node.all_input_nodes):  # the usual case, which is the fastest to check
             continue
-        elif known := [found[source] for source in sources(node, model) if source in found]:
-            found[node] = known[0]
-    return found
+        elif owners := [owner[source] for source in sources(node, model) if source in owner]:
+            owner[node] = owners[0]
+    return owner
 
 
 def written_buffers(module: fx.GraphModule) -> frozenset[str]:

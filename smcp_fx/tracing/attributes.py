@@ -68,10 +68,10 @@ class _Held:
     @classmethod
     def of(cls, module: nn.Module) -> _Held:
         attributes = vars(module).copy()
-        found = [value for value in attributes.values() if isinstance(value, (list, dict))]
+        containers = [value for value in attributes.values() if isinstance(value, (list, dict))]
         return cls(
-            module, attributes, [(value, _copied(value)) for value in found if value],
-            [value for value in found if not value],
+            module, attributes, [(value, _copied(value)) for value in containers if value],
+            [value for value in containers if not value],
         )  # fmt: skip
 
     def restore(self, constants: bool) -> None:
@@ -189,8 +189,8 @@ class Assignments:
         if _memory_of(value.node, self.held) is buffer:
             return True
         read = self.tracer.create_proxy("get_attr", self._names[id(buffer)], (), {})
-        held, given = (self.tracer.value(one.node) for one in (read, value))
-        if (held.shape, held.dtype) != (given.shape, given.dtype):
+        held, new = (self.tracer.value(one.node) for one in (read, value))
+        if (held.shape, held.dtype) != (new.shape, new.dtype):
             return False
         self._writes.append(self.tracer.create_proxy("call_method", "copy_", (read, value.detach()), {}).node)
         return True

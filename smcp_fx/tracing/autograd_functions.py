@@ -46,23 +46,23 @@ def functions_kept(tracer: Any) -> Iterator[None]:
         alone = not kwargs and works_on_each_value(cls, pytree.tree_map(seen, args))
         return tracer.create_proxy("call_function", applied(cls, alone), args, kwargs)
 
-    def seen(given: Any) -> Any:
-        return tracer.held_or_value(given.node) if isinstance(given, Proxy) else given
+    def seen(leaf: Any) -> Any:
+        return tracer.held_or_value(leaf.node) if isinstance(leaf, Proxy) else leaf
 
     def looked_up(cls: Any, name: str) -> Any:
-        found = type.__getattribute__(cls, name)
+        attribute = type.__getattribute__(cls, name)
         if name == "_backward_cls":
             gradients[0] = torch.is_grad_enabled()
-        if name == "setup_context" and found is not _NO_SETUP:
-            return lambda *args: None if _any_proxy(args) else found(*args)
+        if name == "setup_context" and attribute is not _NO_SETUP:
+            return lambda *args: None if _any_proxy(args) else attribute(*args)
         if name != "forward":
-            return found
+            return attribute
         # If a function has a separate setup_context, its forward gets no context.
         separate = type.__getattribute__(cls, "setup_context") is not _NO_SETUP
 
         def forward(*args: Any) -> Any:
             if not _any_proxy(args):
-                return found(*args)
+                return attribute(*args)
             with torch.set_grad_enabled(gradients[0]):
                 return apply(cls, *(args if separate else args[1:]))
 

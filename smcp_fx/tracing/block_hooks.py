@@ -61,9 +61,9 @@ class _Tree:
 
     def filled(self, values: Any) -> Any:
         """The nested values, with ``values`` in the places of the nodes, in order."""
-        given = iter(values)
+        tensors = iter(values)
         return pytree.tree_unflatten(
-            [next(given) if isinstance(leaf, _Numbered) else leaf for leaf in self.leaves], self.structure
+            [next(tensors) if isinstance(leaf, _Numbered) else leaf for leaf in self.leaves], self.structure
         )
 
     def taken(self, tree: Any) -> list[Any]:
@@ -75,10 +75,10 @@ class _Tree:
         ]
 
 
-def note_call(key: str, given: Any, returned: Any) -> None:
+def note_call(key: str, arguments: Any, returned: Any) -> None:
     """Record on the nodes the arguments of a module's call, as (args, kwargs), and its result."""
     nodes = [leaf.node for leaf in leaves_of(returned) if isinstance(leaf, Proxy)]
-    trees = [_tree(value) for value in (given, returned)]
+    trees = [_tree(value) for value in (arguments, returned)]
     if nodes and None not in trees:
         unmarked(nodes[0]).meta.setdefault(_CALLS, {})[key] = tuple(trees)
 
@@ -87,8 +87,8 @@ def _tree(value: Any) -> _Tree | None:
     leaves, structure = pytree.tree_flatten(value)
     if not all(isinstance(leaf, (Proxy, *_PLAIN)) for leaf in leaves):
         return None
-    found = (_Numbered(_number(leaf)) if isinstance(leaf, Proxy) else leaf for leaf in leaves)
-    return _Tree(tuple(found), structure)
+    numbered = (_Numbered(_number(leaf)) if isinstance(leaf, Proxy) else leaf for leaf in leaves)
+    return _Tree(tuple(numbered), structure)
 
 
 def _number(value: Proxy) -> int:
@@ -242,28 +242,29 @@ class _BlockCall:
     """Calls a block whose forward is a part of the graph, with its arguments and the part's other inputs."""
 
     def __init__(
-        self, block: nn.Module, owner: nn.Module, part: fx.GraphModule, given: _Tree, returned: _Tree
+        self, block: nn.Module, owner: nn.Module, part: fx.GraphModule, arguments: _Tree, returned: _Tree
     ) -> None:
-        self.block, self.owner, self.part, self.given, self.returned = block, owner, part, given, returned
+        self.block, self.owner, self.part = block, owner, part
+        self.arguments, self.returned = arguments, returned
 
     def __call__(self, *values: Any) -> Any:
         """Return the tensors that the block returned, one by one; a single one as it is."""
-        count = len(self.given.numbers)
+        count = len(self.arguments.numbers)
         self.part.training = self.owner.training
 
         def forward(*args: Any, **kwargs: Any) -> Any:
-            return self.returned.filled(self.part(*self.given.taken((args, kwargs)), *values[count:]))
+            return self.returned.filled(self.part(*self.arguments.taken((args, kwargs)), *values[count:]))
 
-        args, kwargs = self.given.filled(values[:count])
+        args, kwargs = self.arguments.filled(values[:count])
         before = vars(self.block).get("forward")
         vars(self.block)["forward"] = forward
         try:
-            found = self.returned.taken(self.block(*args, **kwargs))
+            outputs = self.returned.taken(self.block(*args, **kwargs))
         finally:
             vars(self.block).pop("forward")
             if before is not None:
                 vars(self.block)["forward"] = before
-        return found[0] if len(found) == 1 else tuple(found)
+        return outputs[0] if len(outputs) == 1 else tuple(outputs)
 
 
 def call_block(block: _BlockCall, *values: Any) -> Any:
@@ -292,18 +293,18 @@ class _Cut:
         nodes = {i: n for n in graph.nodes if not is_by_mode(n) for i in n.meta.get(_NUMBERS, ())}
         if trees is None or not {*trees[0].numbers, *trees[1].numbers} <= nodes.keys():
             return None
-        given = [nodes[number] for number in trees[0].numbers]
-        inside = _inside(graph, key, path, set(given))
-        given = [_chosen(node, set(graph.nodes) - inside) for node in given]
+        inputs = [nodes[number] for number in trees[0].numbers]
+        inside = _inside(graph, key, path, set(inputs))
+        inputs = [_chosen(node, set(graph.nodes) - inside) for node in inputs]
         gives = [_chosen(nodes[number], inside) for number in trees[1].numbers]
         outside = {n for n in inside if any(user not in inside for user in n.users)}
-        if not outside or not outside <= set(gives) or not set(gives) <= {*inside, *given}:
+        if not outside or not outside <= set(gives) or not set(gives) <= {*inside, *inputs}:
             return None
         others = (n for node in graph.nodes if node in inside for n in node.all_input_nodes)
         captured = dict.fromkeys(
-            n for n in others if n not in inside and n not in given and n.op != "get_attr"
+            n for n in others if n not in inside and n not in inputs and n.op != "get_attr"
         )
-        reads = [*given, *captured]
+        reads = [*inputs, *captured]
         ordered = [node for node in graph.nodes if node in inside]
         position = {node: index for index, node in enumerate(graph.nodes)}
         point = min(position[user] for node in outside for user in node.users if user not in inside)
@@ -328,12 +329,12 @@ class _Cut:
         users = (user for node in self.inside for user in node.users if user not in inside)
         with graph.inserting_before(min(users, key=position.__getitem__)):
             block = graph.create_node("get_attr", name)
-            found = graph.call_function(call_block, (block, *self.reads))
+            result = graph.call_function(call_block, (block, *self.reads))
             single = len(self.gives) == 1
             parts = (
-                [found]
+                [result]
                 if single
-                else [graph.call_method("__getitem__", (found, i)) for i in range(len(self.gives))]
+                else [graph.call_method("__getitem__", (result, i)) for i in range(len(self.gives))]
             )
         for node, part in zip(self.gives, parts, strict=True):
             for user in [user for user in node.users if user not in inside and node in inside]:
@@ -345,9 +346,10 @@ class _Cut:
             graph.erase_node(node)
 
 
-def _inside(graph: fx.Graph, key: str, path: str, given: set[fx.Node]) -> set[fx.Node]:
+def _inside(graph: fx.Graph, key: str, path: str, inputs: set[fx.Node]) -> set[fx.Node]:
     """The nodes of a call, and the nodes that passes added for them only."""
-    inside = {n for n in graph.nodes if n.op.startswith("call") and key in (n.meta.get(_STACK) or {})} - given
+    inside = {n for n in graph.nodes if n.op.startswith("call") and key in (n.meta.get(_STACK) or {})}
+    inside -= inputs
     own = f"{path}."
     for node in graph.nodes:
         if is_by_mode(node):  # it stands where it is read, and belongs to the module that it asks
@@ -355,7 +357,7 @@ def _inside(graph: fx.Graph, key: str, path: str, given: set[fx.Node]) -> set[fx
             mine = owner.startswith(own) and (node in inside or bool(inside & {*node.all_input_nodes}))
             (inside.add if mine else inside.discard)(node)
     for node in reversed(graph.nodes):
-        added = node.op.startswith("call") and _STACK not in node.meta and node not in given
+        added = node.op.startswith("call") and _STACK not in node.meta and node not in inputs
         if added and node.users and all(user in inside for user in node.users):
             inside.add(node)
     return inside

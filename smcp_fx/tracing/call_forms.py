@@ -38,7 +38,7 @@ class Form:
     def of(self, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
         """The example inputs in this form."""
         defaults = dict(zip(self.places, self.defaults, strict=True))
-        return tuple(defaults.get(place, given) for place, given in enumerate(inputs))
+        return tuple(defaults.get(place, value) for place, value in enumerate(inputs))
 
 
 def parameters_of(model: nn.Module) -> list[inspect.Parameter]:
@@ -60,10 +60,10 @@ def has_name(default: Any) -> bool:
     return isinstance(default, kinds) and not isinstance(default, Tensor)
 
 
-def is_default(given: Any, default: Any) -> bool:
+def is_default(value: Any, default: Any) -> bool:
     """Is an argument the default?"""
-    return given is default or (
-        type(given) is type(default) and is_option(default) and bool(given == default)
+    return value is default or (
+        type(value) is type(default) and is_option(default) and bool(value == default)
     )
 
 
@@ -72,8 +72,8 @@ def forms_of(model: nn.Module, inputs: tuple[Any, ...]) -> tuple[Form, ...]:
     parameters = parameters_of(model)
     options = [
         (place, parameter.name, parameter.default)
-        for place, (parameter, given) in enumerate(zip(parameters, inputs, strict=False))
-        if is_option(parameter.default) and not is_default(given, parameter.default)
+        for place, (parameter, value) in enumerate(zip(parameters, inputs, strict=False))
+        if is_option(parameter.default) and not is_default(value, parameter.default)
     ]
     few = len(options) <= _MOST
     counts = range(len(options), 0 if few else len(options) - 1, -1) if options else ()
@@ -89,10 +89,10 @@ def may_pin(graph: fx.Graph) -> bool:
     for node in graph.nodes:
         if not (is_by_mode(node) and node.args[0].target is left_out and node.users):
             continue
-        given, without = set[fx.Node](), set[fx.Node]()
-        fx.node.map_arg(node.args[1], given.add)
+        passed, without = set[fx.Node](), set[fx.Node]()
+        fx.node.map_arg(node.args[1], passed.add)
         fx.node.map_arg(node.args[2], without.add)
-        if not without <= given or any(user.op != "output" for user in node.users):
+        if not without <= passed or any(user.op != "output" for user in node.users):
             return True
     return False
 

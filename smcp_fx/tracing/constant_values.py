@@ -20,17 +20,17 @@ def overwritten(parameter: Tensor, value: Tensor) -> Tensor:
 
 def ancestors(node: fx.Node) -> frozenset[fx.Node]:
     """The node, and all nodes that it is computed from."""
-    known, todo = {node}, [node]
+    nodes, todo = {node}, [node]
     while todo:
         for source in todo.pop().all_input_nodes:
-            if source not in known:
-                known.add(source)
+            if source not in nodes:
+                nodes.add(source)
                 todo.append(source)
-    return frozenset(known)
+    return frozenset(nodes)
 
 
 def computed_value(
-    module: nn.Module, nodes: tuple[fx.Node, ...], given: Mapping[fx.Node, Tensor] | None = None
+    module: nn.Module, nodes: tuple[fx.Node, ...], replaced: Mapping[fx.Node, Tensor] | None = None
 ) -> Any:
     """The value of the last of these nodes in eval mode. They only read parameters, and write nothing.
 
@@ -38,8 +38,8 @@ def computed_value(
     """
     values: dict[fx.Node, Any] = {}
     for node in nodes:
-        if node in (given or {}):
-            values[node] = given[node]  # type: ignore[index]
+        if node in (replaced or {}):
+            values[node] = replaced[node]  # type: ignore[index]
             continue
         if node.op == "get_attr":
             values[node] = held(module, str(node.target))

@@ -109,8 +109,8 @@ class Contexts:
         def entered(context: Any) -> Any:
             if not self.elsewhere:
                 # without a GPU torch switches CUDA's autocast off, whatever was asked
-                known = asked.get(id(context), context._enabled or context.device != "cpu")
-                self._entered.append((self.path, known))
+                enabled = asked.get(id(context), context._enabled or context.device != "cpu")
+                self._entered.append((self.path, enabled))
             return enter(context)  # type: ignore[no-untyped-call]
 
         def left(context: Any, *error: Any) -> Any:
@@ -138,8 +138,8 @@ class _Returned(ModeInterpreter):
     def run_node(self, n: fx.Node) -> Any:
         result = super().run_node(n)
         if isinstance(result, Tensor) and NO_GRAD in n.meta:
-            given = [node for node in n.all_input_nodes if self.env.get(node) is result]
-            self.operand |= {n: given[0]} if given else {}
+            operands = [node for node in n.all_input_nodes if self.env.get(node) is result]
+            self.operand |= {n: operands[0]} if operands else {}
         return result
 
 
@@ -159,13 +159,13 @@ def detach_frozen(
     for node in list(graph.nodes):
         source = node.args[0] if node.args else None
         if node in frozen and source in state and writes_in_place(node, traced):
-            for given in [
+            for operand in [
                 one for one in node.all_input_nodes if one not in state and _is_tensor(values, one)
             ]:
                 with graph.inserting_before(node):
-                    detached = _detached(graph, given, values)
+                    detached = _detached(graph, operand, values)
                 made_beside(node, detached)
-                node.replace_input_with(given, detached)
+                node.replace_input_with(operand, detached)
         elif node in frozen and writes_in_place(node, traced) and source not in frozen:
             raise TraceError(
                 f"{readable_name(node)} writes, under torch.no_grad(), into {source}, which has gradients: write it "
@@ -179,10 +179,10 @@ def detach_frozen(
     for node in [n for n in graph.nodes if n in frozen]:
         readers = [user for user in node.users if user not in frozen and _has_tensors(values.get(user.name))]
         if readers and _has_tensors(values.get(node.name)):
-            known = set(graph.nodes)
+            before = set(graph.nodes)
             with graph.inserting_after(node):
                 detached = _detached(graph, node, values)
-            for made in set(graph.nodes) - known:
+            for made in set(graph.nodes) - before:
                 made_beside(node, made)
             for user in readers:
                 user.replace_input_with(node, detached)
@@ -209,7 +209,7 @@ def pin_before_detached(traced: fx.GraphModule) -> None:
 def _weights(node: fx.Node) -> set[str]:
     """The paths of the weights that a node reads."""
     own = {str(node.target)} if node.op == "call_module" else set()
-    return own | {str(given.target) for given in node.all_input_nodes if given.op == "get_attr"}
+    return own | {str(source.target) for source in node.all_input_nodes if source.op == "get_attr"}
 
 
 def _detaches(node: fx.Node) -> bool:
@@ -226,14 +226,14 @@ def _writes(node: fx.Node, traced: fx.GraphModule) -> bool:
 
 def _before(ends: list[fx.Node]) -> set[fx.Node]:
     """The nodes that these are computed from, back to detached ones."""
-    found: set[fx.Node] = set()
-    todo = [given for end in ends for given in end.all_input_nodes]
+    nodes: set[fx.Node] = set()
+    todo = [source for end in ends for source in end.all_input_nodes]
     while todo:
         node = todo.pop()
-        if node not in found and not _detaches(node):
-            found.add(node)
+        if node not in nodes and not _detaches(node):
+            nodes.add(node)
             todo += node.all_input_nodes
-    return found
+    return nodes
 
 
 def pin_layers(module: nn.Module, nodes: Iterable[fx.Node]) -> None:

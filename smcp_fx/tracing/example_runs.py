@@ -130,11 +130,11 @@ def _as_before(module: nn.Module) -> Iterator[None]:
 
 def outputs_of_modules(model: nn.Module, inputs: tuple[Any, ...]) -> dict[str, Any]:
     """What each module of the model returns, by its path, in an example run in eval mode; of its first call."""
-    found: dict[str, Any] = {}
+    outputs: dict[str, Any] = {}
 
     def note(path: str, output: Any) -> None:
-        if path not in found:
-            found[path] = pytree.tree_map(lambda v: v.clone() if isinstance(v, Tensor) else v, output)
+        if path not in outputs:
+            outputs[path] = pytree.tree_map(lambda v: v.clone() if isinstance(v, Tensor) else v, output)
 
     hooks = [
         module.register_forward_hook(lambda _m, _i, output, path=path: note(path, output))
@@ -148,7 +148,7 @@ def outputs_of_modules(model: nn.Module, inputs: tuple[Any, ...]) -> dict[str, A
     finally:
         for hook in hooks:
             hook.remove()
-    return found
+    return outputs
 
 
 def images_in(inputs: tuple[Any, ...]) -> int:
@@ -160,10 +160,10 @@ def images_in(inputs: tuple[Any, ...]) -> int:
     return len(first) if isinstance(first, (list, tuple, Tensor)) and len(first) else 1
 
 
-def same_values(expected: Any, found: Any) -> bool:
+def same_values(expected: Any, actual: Any) -> bool:
     """Whether two outputs (any pytree) hold the same tensors, up to rounding."""
     left, left_spec = pytree.tree_flatten(plain(expected))
-    right, right_spec = pytree.tree_flatten(plain(found))
+    right, right_spec = pytree.tree_flatten(plain(actual))
     if left_spec != right_spec:
         return False
     for a, b in zip(left, right, strict=True):

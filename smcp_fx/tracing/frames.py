@@ -42,7 +42,7 @@ def looks_up(frame: FrameType) -> bool:
 
 @functools.cache
 def _instruction(code: CodeType, offset: int) -> dis.Instruction | None:
-    return next((found for found in dis.get_instructions(code) if found.offset == offset), None)
+    return next((step for step in dis.get_instructions(code) if step.offset == offset), None)
 
 
 @functools.cache

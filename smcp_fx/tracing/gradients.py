@@ -65,8 +65,8 @@ class GradientQuestions:
             (one, spec), (other, other_spec) = (
                 pytree.tree_flatten(_tuples((n.args, n.kwargs))) for n in (a, b)
             )
-            told = [twin.get(leaf) if isinstance(leaf, fx.Node) else leaf for leaf in other]
-            same &= a.op == b.op and spec == other_spec and list(map(repr, one)) == list(map(repr, told))
+            twins = [twin.get(leaf) if isinstance(leaf, fx.Node) else leaf for leaf in other]
+            same &= a.op == b.op and spec == other_spec and list(map(repr, one)) == list(map(repr, twins))
             first, second = (graph[1].get(str(n.target)) for graph, n in ((without, a), (kept, b)))
             if a.op == "get_attr" and first is not None and second is not None:
                 same &= _equal(first, second)

@@ -45,12 +45,12 @@ class _Operator:
 
     def find(self) -> Any:
         """The operator; importing the library of its name, where there is one, registers it."""
-        found: Any = torch.ops
+        operator: Any = torch.ops
         with contextlib.suppress(ImportError):
             importlib.import_module(self.name.partition(".")[0])
         for part in self.name.split("."):
-            found = getattr(found, part)
-        return found
+            operator = getattr(operator, part)
+        return operator
 
 
 def listed(graph: fx.Graph, where: str) -> list[tuple[Any, ...]]:

@@ -43,10 +43,10 @@ def is_tensor_for_sure(node: fx.Node) -> bool:
         return True
     if node.op not in ("call_function", "call_method"):
         return False
-    known = getattr(node.target, "__module__", "")
-    if known in ("math", "builtins") or operation_name(node, None) in _NUMBERS:
+    library = getattr(node.target, "__module__", "")
+    if library in ("math", "builtins") or operation_name(node, None) in _NUMBERS:
         return False
-    if known in ("_operator", "operator"):  # of two numbers, a number
+    if library in ("_operator", "operator"):  # of two numbers, a number
         return any(is_tensor_for_sure(operand) for operand in node.all_input_nodes)
     return True
 
@@ -55,13 +55,13 @@ def drop_releases(graph: fx.Graph) -> None:
     """Drop `x.set_()`, with which a forward frees the memory of a tensor that it does not read again."""
     place = {node: index for index, node in enumerate(graph.nodes)}
     for node in reversed(list(graph.nodes)):
-        given = node.args[0] if node.args else None
+        operand = node.args[0] if node.args else None
         if node.op != "call_method" or node.target != "set_" or len(node.args) > 1 or node.kwargs:
             continue
         if (
-            isinstance(given, fx.Node)
+            isinstance(operand, fx.Node)
             and not node.users
-            and all(place[u] <= place[node] for u in given.users)
+            and all(place[u] <= place[node] for u in operand.users)
         ):
             graph.erase_node(node)
 

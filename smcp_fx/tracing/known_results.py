@@ -52,8 +52,8 @@ def _attended(query: Tensor, key: Tensor, value: Tensor) -> Tensor | None:
     return _ordered((*query.shape[:-1], value.shape[-1]), query) if fits else None
 
 
-def _layer(name: str | None, module: nn.Module | None, given: Tensor, args: Any) -> Tensor | None:
-    if module is not None and any(own.dtype != given.dtype for own in module.parameters(recurse=False)):
+def _layer(name: str | None, module: nn.Module | None, x: Tensor, args: Any) -> Tensor | None:
+    if module is not None and any(own.dtype != x.dtype for own in module.parameters(recurse=False)):
         return None
 
     def told(attribute: str) -> Any:
@@ -61,19 +61,19 @@ def _layer(name: str | None, module: nn.Module | None, given: Tensor, args: Any)
 
     if name == "linear":
         weight = told("weight")
-        if not isinstance(weight, Tensor) or weight.dim() != 2 or given.shape[-1:] != weight.shape[1:]:
+        if not isinstance(weight, Tensor) or weight.dim() != 2 or x.shape[-1:] != weight.shape[1:]:
             return None
-        return _ordered((*given.shape[:-1], weight.shape[0]), given)
+        return _ordered((*x.shape[:-1], weight.shape[0]), x)
     if name == "layernorm":
         sizes = tuple(told("normalized_shape") or ())
-        return _ordered(given.shape, given) if sizes and given.shape[-len(sizes) :] == sizes else None
-    fits = given.is_contiguous()
+        return _ordered(x.shape, x) if sizes and x.shape[-len(sizes) :] == sizes else None
+    fits = x.is_contiguous()
     if name == "groupnorm":
-        fits = given.dim() > 1 and given.shape[1] % (told("num_groups") or 1) == 0
+        fits = x.dim() > 1 and x.shape[1] % (told("num_groups") or 1) == 0
     elif name == "batchnorm":
         mean = told("running_mean")
-        fits = isinstance(mean, Tensor) and given.shape[1:2] == mean.shape
-    return torch.empty_like(given) if fits else None
+        fits = isinstance(mean, Tensor) and x.shape[1:2] == mean.shape
+    return torch.empty_like(x) if fits else None
 
 
 def of_fake_tensors(node: fx.Node, module: nn.Module | None, args: Any, kwargs: Any) -> Any:

@@ -83,11 +83,11 @@ class Sizes:
         while (node, dim) not in self._known:
             passed.append((node, dim))
             self._known[node, dim] = False  # until known
-            found = self._told(node, dim)
-            if isinstance(found, bool):
-                self._known[node, dim] = found
+            answer = self._told(node, dim)
+            if isinstance(answer, bool):
+                self._known[node, dim] = answer
             else:
-                node, dim = found
+                node, dim = answer
         for place in passed:
             self._known[place] = self._known[node, dim]
         return self._known[node, dim]
@@ -130,9 +130,9 @@ class Sizes:
         if has(name, Trait.ELEMENTWISE):  # broadcasting changes no size but 1
             return self._broadcast(node, name, dim)
         spatial = name in _SPATIAL and dim >= len(shape) - int(name[-2])
-        known = name in _SAME_SIZES or name in _SPATIAL or name in ("linear", "getitem")
-        known |= name in ("interpolate", "upsample") and dim < 2
-        return (source, dim) if known and not spatial else False
+        keeps_sizes = name in _SAME_SIZES or name in _SPATIAL or name in ("linear", "getitem")
+        keeps_sizes |= name in ("interpolate", "upsample") and dim < 2
+        return (source, dim) if keeps_sizes and not spatial else False
 
     def _broadcast(self, node: fx.Node, name: str, dim: int) -> bool | tuple[fx.Node, int]:
         """As `_told`, for broadcast operands: the size is that of an operand without size 1."""
@@ -159,8 +159,8 @@ class Sizes:
         if not isinstance(sizes, (tuple, list)):
             return False
         if first <= dim < first + len(sizes):
-            known = type(sizes[dim - first]) is int and sizes[dim - first] > 0
-            return known or (source, first)
+            literal = type(sizes[dim - first]) is int and sizes[dim - first] > 0
+            return literal or (source, first)
         return source, dim if dim < first else dim - len(sizes) + 1
 
     def is_fixed_number(self, node: fx.Node) -> bool:
@@ -185,8 +185,8 @@ class Sizes:
             tensor, dims = self._dims(source)
         elif node.op == "call_method" and node.target == "size":
             tensor, dims = source, range(self.value(source).dim())
-        known = type(place) is int and -len(dims) <= place < len(dims)
-        return (tensor, dims[place]) if known else (None, 0)
+        in_range = type(place) is int and -len(dims) <= place < len(dims)
+        return (tensor, dims[place]) if in_range else (None, 0)
 
     def _dims(self, node: Any) -> tuple[fx.Node | None, range]:
         """The tensor and dimensions whose sizes the node holds: `x.shape`, `x.size()`, `x.shape[1:]`."""
@@ -206,8 +206,8 @@ class Sizes:
             node = self.written[node]
         if type(step) is not int or self._name(node) not in _SIZED - {"view", "reshape"}:
             return False
-        given = node.args[1:] if self._name(node).startswith("new") else node.args
-        sizes = _flat(given)
+        arguments = node.args[1:] if self._name(node).startswith("new") else node.args
+        sizes = _flat(arguments)
         size = sizes[dim] if dim < len(sizes) else None
         times = size.args if isinstance(size, fx.Node) and size.target is operator.mul else ()
         return any(type(factor) is int and factor % step == 0 for factor in times)
@@ -230,8 +230,8 @@ def write_out_kernels(graph: fx.Graph, sizes: Sizes) -> None:
     """
 
     def number(node: fx.Node) -> Any:
-        told = type(sizes.value(node)) is int and sizes.is_fixed_number(node)
-        return sizes.value(node) if told else node
+        fixed = type(sizes.value(node)) is int and sizes.is_fixed_number(node)
+        return sizes.value(node) if fixed else node
 
     for node in graph.nodes:
         source = node.args[0] if node.args and operation_name(node, None) == "repeat" else None

@@ -108,22 +108,22 @@ class _Chooser:
                     step.chosen[index] = row[0]
                     continue
                 at = zip(step.nodes.items(), row, strict=True)
-                told = [self._told(t, node, index, leaf) for (t, node), leaf in at]
-                step.chosen[index] = self._chosen(step, told)
-        found = {}
+                values = [self._told(t, node, index, leaf) for (t, node), leaf in at]
+                step.chosen[index] = self._chosen(step, values)
+        chosen = {}
         for key, cases in self.returned.items():
             try:
-                found[key] = _decided(cases)
+                chosen[key] = _decided(cases)
             except UnexplainedError:
                 raise UnexplainedError({key.call[0]} - self.paths.leaking) from None
-        return found
+        return chosen
 
-    def _chosen(self, step: Step, told: list[Any]) -> Any:
-        if all(same(told[0], other) for other in told[1:]):
-            return told[0]
+    def _chosen(self, step: Step, values: list[Any]) -> Any:
+        if all(same(values[0], other) for other in values[1:]):
+            return values[0]
         where = [self.paths.of(self.traces[number], node) for number, node in step.nodes.items()]
         try:
-            return _decided(list(zip(where, told, strict=True)))
+            return _decided(list(zip(where, values, strict=True)))
         except UnexplainedError:
             readers = {f.path for trace in self.traces for f in trace.log.frames[1:] if f.reads}
             raise UnexplainedError(readers - self.paths.leaking) from None
@@ -229,14 +229,14 @@ class _Writer:
                 "parts of the model run in one order in some modes of its modules, and in another in others, which a "
                 "graph does not do."
             ) from None
-        found: list[Step] = []
+        ordered: list[Step] = []
         ready: list[int] = []
         while sorter.is_active():
             for number in sorter.get_ready():
                 heappush(ready, number)
             sorter.done(number := heappop(ready))
-            found.append(self.steps[number])
-        return found
+            ordered.append(self.steps[number])
+        return ordered
 
     def _reads(self, value: Any) -> set[int]:
         """The steps that a chosen value may come from."""
@@ -246,10 +246,10 @@ class _Writer:
             return self._reads(self.returned[value])
         if isinstance(value, _Choice):
             return self._reads(value.evaluated) | self._reads(value.trained)
-        found = set[int]()
+        numbers = set[int]()
         if isinstance(value, (tuple, list, dict, slice)):
-            fx.node.map_aggregate(value, lambda leaf: found.update(self._reads(leaf)))
-        return found
+            fx.node.map_aggregate(value, lambda leaf: numbers.update(self._reads(leaf)))
+        return numbers
 
     def _fill(self, step: Step) -> None:
         node = step.made
@@ -258,9 +258,9 @@ class _Writer:
             node.args = (self._written(node, step.chosen[_ALL]),)
             return
         places = count()
-        given = [self._written(node, step.chosen[index]) for index in range(len(step.chosen))]
+        arguments = [self._written(node, step.chosen[index]) for index in range(len(step.chosen))]
         node.args, node.kwargs = fx.node.map_aggregate(
-            (node.args, node.kwargs), lambda _: given[next(places)]
+            (node.args, node.kwargs), lambda _: arguments[next(places)]
         )
 
     def _written(self, node: fx.Node, value: Any) -> Any:
@@ -300,8 +300,8 @@ class _Writer:
         runs: list[set[fx.Node]] = [set() for _ in self.traces]
         for node in reversed(list(self.graph.nodes)):
             step = step_of.get(node)
-            for number, (trace, known) in enumerate(zip(self.traces, runs, strict=True)):
-                there = node in known or not node.users
+            for number, (trace, needed) in enumerate(zip(self.traces, runs, strict=True)):
+                there = node in needed or not node.users
                 if step is not None and node.op.startswith("call"):
                     there = number in step.nodes
                 if not there:
@@ -310,9 +310,9 @@ class _Writer:
                     flag, evaluated, trained = node.args
                     assert isinstance(flag, fx.Node)
                     mode = trace.modes[owner_of_flag(flag)]
-                    fx.node.map_arg(trained if mode else evaluated, known.add)
+                    fx.node.map_arg(trained if mode else evaluated, needed.add)
                 else:
-                    known.update(node.all_input_nodes)
+                    needed.update(node.all_input_nodes)
             if step is None or not node.op.startswith("call"):
                 continue
             everywhere = len(step.nodes) == len(self.traces)
@@ -335,20 +335,20 @@ class _Writer:
         sides: list[Any] = []
         for side in (False, True):
             there = [case[1:] for case in cases if case[0][1] is side]
-            found = self._when(node, there) if there else None
-            sides.append(node if found is not None and found[1] is node and found[2] is node else found)
+            choice = self._when(node, there) if there else None
+            sides.append(node if choice is not None and choice[1] is node and choice[2] is node else choice)
         return cases[0][0][0], *sides
 
     def _chosen_after(self, point: fx.Node, node: fx.Node, flag: str, sides: Sequence[Any]) -> fx.Node:
         """Write this choice after the point, its parts first."""
-        given = []
+        values = []
         for side in sides:
             if isinstance(side, tuple):
                 point = side = self._chosen_after(point, node, side[0], side[1:])
-            given.append(side)
+            values.append(side)
         owner = self._flag(flag)
         with self.graph.inserting_after(point):
-            chosen = self.graph.call_function(by_mode, (owner, *given))
+            chosen = self.graph.call_function(by_mode, (owner, *values))
         chosen.meta = _of_a_choice(node)
         return chosen
 
@@ -371,15 +371,15 @@ class _Writer:
         """The node that reads `training` of a module, or which arguments are left out."""
         for other in self.graph.nodes:
             if is_flag(other) and owner_of_flag(other) == owner:
-                found: fx.Node = other
-                return found
+                flag: fx.Node = other
+                return flag
         first = next(n for n in self.graph.nodes if n.op != "placeholder")
         with self.graph.inserting_before(first):
             form = next((form for form in self.forms if form.key == owner), None)
             if form is None:
                 return self.graph.create_node("get_attr", f"{owner}.training" if owner else "training")
-            given = [n for n in self.graph.nodes if n.op == "placeholder"]
-            return self.graph.call_function(left_out, (tuple(given[i] for i in form.places), form.defaults))
+            inputs = [n for n in self.graph.nodes if n.op == "placeholder"]
+            return self.graph.call_function(left_out, (tuple(inputs[i] for i in form.places), form.defaults))
 
 
 def _of_a_choice(node: fx.Node) -> dict[str, Any]:

@@ -73,10 +73,10 @@ class Paths:
         decisions = self._before(trace.log, *_made(node))
         return self._distinct([*decisions, ("", trace.modes[""])] if self.by_train else decisions)
 
-    def returned(self, trace: ModeTrace, node: fx.Node, index: int, given: Any) -> list[tuple[int, int]]:
+    def returned(self, trace: ModeTrace, node: fx.Node, index: int, operand: Any) -> list[tuple[int, int]]:
         """The frames that returned the node's argument ``given``, the last first, with its place in each result."""
         source, frames = node.meta.get(VIA, {}).get(index, (None, ()))
-        if source is not given:
+        if source is not operand:
             return []
         return [each for each in frames if trace.log.frames[each[0]].path not in self.leaking]
 
@@ -94,42 +94,42 @@ class Paths:
 
     def points(self, trace: ModeTrace) -> dict[fx.Node, Any]:
         """Each node's place in the program: equal for nodes of two traces that one run of a line makes."""
-        found: dict[fx.Node, Any] = {}
+        points: dict[fx.Node, Any] = {}
         seen: dict[Any, int] = {}
         for node in trace.graph.nodes:
             number, time = _made(node)
             reads = (read[1:] for read in self._of_frame(trace.log, number) if read[0] < time)
             point = *self.call(trace, number), self._distinct(reads)
             seen[point] = seen.get(point, 0) + 1
-            found[node] = *point, seen[point]
-        return found
+            points[node] = *point, seen[point]
+        return points
 
     def within(self, trace: ModeTrace, number: int) -> Path:
         """A frame's decisions."""
         return self._distinct(read[1:] for read in self._of_frame(trace.log, number))
 
-    def escaped(self, trace: ModeTrace, node: fx.Node, given: fx.Node, known: set[int]) -> set[str]:
+    def escaped(self, trace: ModeTrace, node: fx.Node, operand: fx.Node, shared: set[int]) -> set[str]:
         """The modules with decisions from whose forward the argument came without being returned."""
-        if not trace.log.asked or given.op == "get_attr":  # any module may read the model's own tensors
+        if not trace.log.asked or operand.op == "get_attr":  # any module may read the model's own tensors
             return set()
-        around, inside = _around(trace, node), _around(trace, given)
+        around, inside = _around(trace, node), _around(trace, operand)
         return {
             trace.log.frames[number].path
-            for number in inside - around - known
+            for number in inside - around - shared
             if self._of_frame(trace.log, number)
         } - self.leaking
 
     def leaks(self, traces: Iterable[ModeTrace]) -> set[str]:
         """The modules that assign attributes, or return numbers or structures, depending on their decisions."""
         seen: dict[Any, set[str]] = {}
-        found = set[str]()
+        paths = set[str]()
         for trace in traces:
             for number, frame in enumerate(trace.log.frames[1:], start=1):
                 returned = seen.setdefault(self.call(trace, number), set())
                 returned.add(frame.returned)
                 if len(returned) > 1 or (frame.assigns and self._of_frame(trace.log, number)):
-                    found.add(frame.path)
-        return found - self.leaking
+                    paths.add(frame.path)
+        return paths - self.leaking
 
     def ways(self, trace: ModeTrace) -> Iterator[Path]:
         """Each decision of the trace, after those that led to it."""
@@ -148,11 +148,11 @@ class Paths:
         """The frame's own decisions, and those that leak from the frames that it called, once they end."""
         key = id(log), number
         if key not in self._decisions:
-            found = list(log.frames[number].reads)
+            reads = list(log.frames[number].reads)
             for inner, frame in enumerate(log.frames if self.leaking else ()):
                 if frame.parent == number and frame.path in self.leaking:
-                    found += [(frame.left, *read[1:]) for read in self._of_frame(log, inner)]
-            self._decisions[key] = sorted(found, key=lambda read: read[0])
+                    reads += [(frame.left, *read[1:]) for read in self._of_frame(log, inner)]
+            self._decisions[key] = sorted(reads, key=lambda read: read[0])
         return self._decisions[key]
 
     def _distinct(self, decisions: Iterable[tuple[str, bool]]) -> Path:
@@ -167,11 +167,11 @@ def _made(node: fx.Node) -> tuple[int, int]:
 def _around(trace: ModeTrace, node: fx.Node) -> set[int]:
     """The frames in which the node was made."""
     number: int | None = _made(node)[0]
-    found = set[int]()
+    numbers = set[int]()
     while number is not None:
-        found.add(number)
+        numbers.add(number)
         number = trace.log.frames[number].parent
-    return found
+    return numbers
 
 
 class Exploring:
@@ -219,14 +219,14 @@ class Exploring:
         taken = [
             frozenset((self.paths.together.get(f, f), v) for f, v in t.modes.items()) for t in self.traces
         ]
-        found: dict[frozenset[tuple[str, bool]], Modes] = {}
+        untraced: dict[frozenset[tuple[str, bool]], Modes] = {}
         for trace in self.traces:
             for way in self.paths.ways(trace):
                 flag, value = way[-1]
                 other = frozenset([*way[:-1], (flag, not value)])
                 if other not in self._impossible and not any(other <= modes for modes in taken):
-                    found.setdefault(other, trace.modes)
-        return found
+                    untraced.setdefault(other, trace.modes)
+        return untraced
 
     def _trace(self, missing: dict[frozenset[tuple[str, bool]], Modes]) -> None:
         """Trace the first missing way, together with those that belong to it."""

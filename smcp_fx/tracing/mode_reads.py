@@ -138,20 +138,20 @@ def made_beside(node: fx.Node, made: fx.Node) -> None:
     made.meta |= {key: node.meta[key] for key in (FRAME, LINE, "nn_module_stack") if key in node.meta}
 
 
-def returned_instead(reader: fx.Node, given: fx.Node, other: fx.Node) -> None:
+def returned_instead(reader: fx.Node, operand: fx.Node, other: fx.Node) -> None:
     """Treat an argument of the reader as returned by the frames that returned the other."""
     if VIA in reader.meta:
         reader.meta[VIA] = {
-            index: (other if source is given else source, frames)
+            index: (other if source is operand else source, frames)
             for index, (source, frames) in reader.meta[VIA].items()
         }
 
 
 def leaves(node: fx.Node) -> list[Any]:
     """A node's arguments, taken apart; those inside slices, too."""
-    found: list[Any] = []
-    fx.node.map_aggregate((node.args, node.kwargs), found.append)
-    return found
+    values: list[Any] = []
+    fx.node.map_aggregate((node.args, node.kwargs), values.append)
+    return values
 
 
 class ReadsOfTraining:
@@ -189,7 +189,7 @@ class ReadsOfTraining:
 def _plainly(output: Any) -> str:
     """The structure of what a forward returned, and the numbers in it."""
     parts, structure = pytree.tree_flatten(output)
-    told = [
+    words = [
         "tensor"
         if isinstance(v, Proxy)
         else repr(v)
@@ -197,4 +197,4 @@ def _plainly(output: Any) -> str:
         else type(v).__name__
         for v in parts
     ]
-    return f"{structure} {told}"
+    return f"{structure} {words}"

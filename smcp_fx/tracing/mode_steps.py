@@ -83,7 +83,7 @@ def _aligned(
 def returning_other_shapes(traces: Sequence[ModeTrace], paths: Paths) -> set[str]:
     """The modules whose modes change the shapes that they return: their readers must not be merged across modes."""
     shapes: dict[Any, Any] = {}
-    found = set[str]()
+    paths_of = set[str]()
     for trace in traces:
         for node in trace.graph.nodes if trace.values else ():
             for index, leaf in enumerate(leaves(node)):
@@ -91,36 +91,36 @@ def returning_other_shapes(traces: Sequence[ModeTrace], paths: Paths) -> set[str
                     call = paths.call(trace, frame)
                     shape = _shapes(trace.values[leaf.name])
                     if shapes.setdefault((call, place), shape) != shape:
-                        found.add(call[0])
-    return found - paths.leaking
+                        paths_of.add(call[0])
+    return paths_of - paths.leaking
 
 
 def _joined(steps: list[Step], own: list[Step]) -> list[Step]:
     """Two rows of steps as one, in the order of both."""
     place = {(point, step.key): index for index, step in enumerate(steps) for point in step.points}
-    found: list[Step] = []
+    merged: list[Step] = []
     left = right = 0
     for index, step in enumerate(own):
         (point,) = step.points
-        known = place.get((point, step.key), -1)
-        if known >= left:
-            found += _alike(steps[left:known], own[right:index])
-            found.append(_as_one(steps[known], step))
-            left, right = known + 1, index + 1
-    return found + _alike(steps[left:], own[right:])
+        match = place.get((point, step.key), -1)
+        if match >= left:
+            merged += _alike(steps[left:match], own[right:index])
+            merged.append(_as_one(steps[match], step))
+            left, right = match + 1, index + 1
+    return merged + _alike(steps[left:], own[right:])
 
 
 def _alike(steps: list[Step], own: list[Step]) -> list[Step]:
     """Two rows of steps as one; equal operations become one step."""
     numbers: dict[Any, int] = {}
     first, second = ([numbers.setdefault(step.key, len(numbers)) for step in row] for row in (steps, own))
-    found: list[Step] = []
+    merged: list[Step] = []
     left = right = 0
     for a, b, size in SequenceMatcher(None, first, second, autojunk=False).get_matching_blocks():
-        found += steps[left:a] + own[right:b]
-        found += map(_as_one, steps[a : a + size], own[b : b + size])
+        merged += steps[left:a] + own[right:b]
+        merged += map(_as_one, steps[a : a + size], own[b : b + size])
         left, right = a + size, b + size
-    return found
+    return merged
 
 
 def _as_one(step: Step, other: Step) -> Step:

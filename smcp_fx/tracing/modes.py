@@ -115,7 +115,7 @@ def owner_of_flag(flag: fx.Node) -> str:
 
 def conditions(nodes: Iterable[fx.Node]) -> dict[fx.Node, Condition]:
     """The condition under which each node runs: when its users need it; without users, or in both modes, always."""
-    found: dict[fx.Node, Condition] = {}
+    conditions_of: dict[fx.Node, Condition] = {}
     for node in reversed(list(nodes)):
         wanted = _NEVER if node.users else ALWAYS
         for user in node.users:
@@ -124,12 +124,12 @@ def conditions(nodes: Iterable[fx.Node]) -> dict[fx.Node, Condition]:
                 for side, operand in ((False, evaluated), (True, trained)):
                     if node in _nodes_in(operand):
                         case = frozenset([(str(flag), side)])
-                        wanted |= {case | known for known in found[user]}
+                        wanted |= {case | known for known in conditions_of[user]}
             else:
-                wanted |= found[user]
+                wanted |= conditions_of[user]
         always = node.op in ("placeholder", "get_attr", "output") or node.target is left_out
-        found[node] = ALWAYS if always else _simplified(wanted)
-    return found
+        conditions_of[node] = ALWAYS if always else _simplified(wanted)
+    return conditions_of
 
 
 class Choice:
@@ -170,9 +170,9 @@ class ModeInterpreter(fx.Interpreter):
     ) -> None:
         super().__init__(module)
         self.when = conditions(module.graph.nodes)
-        told = dict(modes or {})
-        self._asking = [n for n in module.graph.nodes if n.target is left_out and n.name not in told]
-        self._modes = dict.fromkeys((n.name for n in self._asking), False) | told
+        chosen = dict(modes or {})
+        self._asking = [n for n in module.graph.nodes if n.target is left_out and n.name not in chosen]
+        self._modes = dict.fromkeys((n.name for n in self._asking), False) | chosen
         self._choice = Choice(self.when, training, self._modes)
 
     def runs(self, node: fx.Node) -> bool:
@@ -289,9 +289,9 @@ def _written(condition: Condition, nodes: list[fx.Node]) -> str:
 
 
 def _nodes_in(tree: Any) -> set[fx.Node]:
-    found: set[fx.Node] = set()
-    fx.node.map_arg(tree, found.add)
-    return found
+    nodes: set[fx.Node] = set()
+    fx.node.map_arg(tree, nodes.add)
+    return nodes
 
 
 def _simplified(condition: Condition) -> Condition:

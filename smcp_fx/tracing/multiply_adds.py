@@ -48,10 +48,10 @@ def _product(left: int) -> Callable[[Sequence[Any], Tensor], int]:
 
 
 def _convolution(args: Sequence[Any], result: Tensor) -> int:
-    given: Tensor = args[0]
+    x: Tensor = args[0]
     weight: Tensor = args[1]
     transposed = bool(args[6]) if len(args) > 6 else False
-    return (given if transposed else result).numel() * math.prod(weight.shape[1:])
+    return (x if transposed else result).numel() * math.prod(weight.shape[1:])
 
 
 def _filtered(args: Sequence[Any], result: Tensor) -> int:
@@ -68,8 +68,8 @@ def _attention(args: Sequence[Any], result: Tensor) -> int:
 
 def _recurrent(args: Sequence[Any], result: Tensor) -> int:
     """One layer in one direction, of [steps, images, channels] or [images, steps, channels]: two weights a step."""
-    given, one, other = args[:3]
-    count: int = math.prod(given.shape[:-1]) * (one.numel() + other.numel())
+    x, one, other = args[:3]
+    count: int = math.prod(x.shape[:-1]) * (one.numel() + other.numel())
     return count
 
 

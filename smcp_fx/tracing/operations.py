@@ -79,11 +79,11 @@ _NAMES = _function_names()
 
 def function_name(function: Callable[..., Any]) -> str | None:
     """Return the operation a function performs, or None when it is not one of torch's."""
-    found = _NAMES.get(id(function))
+    name = _NAMES.get(id(function))
     key = (getattr(function, "__module__", None), getattr(function, "__name__", None))
-    if found is None and type(function).__module__ == "smcp_fx.tracing.autograd_functions":
+    if name is None and type(function).__module__ == "smcp_fx.tracing.autograd_functions":
         return getattr(function, "operation", None)
-    return found if found is not None else _FOREIGN.get(key)  # type: ignore[arg-type]
+    return name if name is not None else _FOREIGN.get(key)  # type: ignore[arg-type]
 
 
 def module_name(module: nn.Module) -> str | None:

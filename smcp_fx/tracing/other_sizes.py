@@ -35,24 +35,24 @@ def at_another_size(traced: Traced) -> dict[str, Any] | None:
     """
     if not _sizes_may_matter(traced):
         return None
-    tensors = [leaf for leaf in pytree.tree_leaves(traced.given) if isinstance(leaf, Tensor) and leaf.dim()]
+    tensors = [leaf for leaf in pytree.tree_leaves(traced.inputs) if isinstance(leaf, Tensor) and leaf.dim()]
     if not tensors:
         return None
-    shapes = ShapeRuns(traced.module, traced.values, traced.given)
+    shapes = ShapeRuns(traced.module, traced.values, traced.inputs)
     sides = tensors[0].shape[2:]
     more, *others = _larger(sides)
-    found = _values(traced, shapes, 2, more)
-    if found is not None:
-        return found
+    values = _values(traced, shapes, 2, more)
+    if values is not None:
+        return values
     only_images = _values(traced, shapes, 2, {})
     if only_images is None:
         others = [more, *others]
     for new in others:
-        found = _values(traced, shapes, 1, new) if new else None
-        if found is not None and only_images is not None:
-            found = _values(traced, shapes, 2, new)
-        if found is not None:
-            return found
+        values = _values(traced, shapes, 1, new) if new else None
+        if values is not None and only_images is not None:
+            values = _values(traced, shapes, 2, new)
+        if values is not None:
+            return values
     return only_images
 
 
@@ -90,17 +90,17 @@ def _larger(sides: torch.Size) -> list[dict[int, int]]:
         lambda side: 2 * side,
         lambda side: side // 2,
     )
-    found = [{side: rule(side) for side in sides} for rule in rules]
-    return [new if all(new.values()) else {} for new in found]
+    candidates = [{side: rule(side) for side in sides} for rule in rules]
+    return [new if all(new.values()) else {} for new in candidates]
 
 
 def _values(traced: Traced, shapes: ShapeRuns, times: int, sides: dict[int, int]) -> dict[str, Any] | None:
     """The values for ``times`` as many images with these sides; None if the network does not accept them."""
-    given = _resized(traced.given, times, sides)
-    values = None if shapes.refuse(given) else _recorded(traced, given)
+    inputs = _resized(traced.inputs, times, sides)
+    values = None if shapes.refuse(inputs) else _recorded(traced, inputs)
     if values is None:
         return None
-    images = _images(traced.given)
+    images = _images(traced.inputs)
     end = next(node.name for node in traced.module.graph.nodes if node.op == "output")
     outputs = (pytree.tree_leaves(each[end]) for each in (traced.values, values))
     for before, after in zip(*outputs, strict=False):
@@ -109,25 +109,25 @@ def _values(traced: Traced, shapes: ShapeRuns, times: int, sides: dict[int, int]
     return values
 
 
-def _recorded(traced: Traced, given: tuple[Any, ...]) -> dict[str, Any] | None:
+def _recorded(traced: Traced, inputs: tuple[Any, ...]) -> dict[str, Any] | None:
     """The values of a run of the network itself; None if it fails."""
     try:
         with unchanged(traced.module), warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            return record(traced.module, given)[1]
+            return record(traced.module, inputs)[1]
     except Exception:  # a model may raise anything for inputs that it was not made for
         return None
 
 
-def _images(given: tuple[Any, ...]) -> int:
+def _images(inputs: tuple[Any, ...]) -> int:
     return next(
-        leaf.shape[0] for leaf in pytree.tree_leaves(given) if isinstance(leaf, Tensor) and leaf.dim()
+        leaf.shape[0] for leaf in pytree.tree_leaves(inputs) if isinstance(leaf, Tensor) and leaf.dim()
     )
 
 
-def _resized(given: tuple[Any, ...], times: int, sides: dict[int, int]) -> tuple[Any, ...]:
+def _resized(inputs: tuple[Any, ...], times: int, sides: dict[int, int]) -> tuple[Any, ...]:
     """The tensors with dimensions as long as the batch, or as one of the image's sides, cut or repeated."""
-    images, first = _images(given), True
+    images, first = _images(inputs), True
 
     def resized(leaf: Any) -> Any:
         nonlocal first
@@ -140,5 +140,5 @@ def _resized(given: tuple[Any, ...], times: int, sides: dict[int, int]) -> tuple
                 leaf = leaf.detach().index_select(dim, torch.arange(new, device=leaf.device) % size)
         return leaf
 
-    changed: tuple[Any, ...] = pytree.tree_map(resized, given)
+    changed: tuple[Any, ...] = pytree.tree_map(resized, inputs)
     return changed

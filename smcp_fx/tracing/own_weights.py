@@ -41,12 +41,13 @@ def own_weight(module: nn.Module, name: str) -> Tensor:
 def computed_by_hooks(module: nn.Module) -> list[str]:
     """The names of the weights that hooks of a layer compute; none if hooks do anything else."""
     hooks = [*module._forward_pre_hooks.values()]
-    known = not (module._forward_hooks or module._forward_pre_hooks_with_kwargs) and all(map(_name, hooks))
+    others = module._forward_hooks or module._forward_pre_hooks_with_kwargs
+    only_norms = not others and all(map(_name, hooks))
     names = [_name(hook) for hook in hooks]
     held = all(
         name not in module._parameters and isinstance(vars(module).get(name), Tensor) for name in names
     )
-    return names if known and held and isinstance(module, LAYERS) else []
+    return names if only_norms and held and isinstance(module, LAYERS) else []
 
 
 def _name(hook: Any) -> str:

@@ -109,8 +109,8 @@ class _Write:
         value = self._value()
         if value is None or not self.later:
             return "and not read afterwards"
-        known = {*self.reads, *self.own, self.node}
-        if self.node.target is overwritten and any(name not in known for name, _ in self.later):
+        own_nodes = {*self.reads, *self.own, self.node}
+        if self.node.target is overwritten and any(name not in own_nodes for name, _ in self.later):
             return "and what it held before is read afterwards"
         operation, args = value
         way = frozenset[fx.Node]().union(*(ancestors(one) for one in args if isinstance(one, fx.Node)))
@@ -136,8 +136,8 @@ class _Write:
         held, written = self.parameter.detach().clone(), []
         with torch.no_grad(), torch.random.fork_rng():
             for _ in range(2):
-                given = fx.node.map_arg(args, partial(self._valued, ordered, held))
-                held = operation(*given, **self.node.kwargs)
+                arguments = fx.node.map_arg(args, partial(self._valued, ordered, held))
+                held = operation(*arguments, **self.node.kwargs)
                 if (held.shape, held.dtype) != (self.parameter.shape, self.parameter.dtype):
                     return "by a tensor of another shape or type"
                 written.append(held)
@@ -154,7 +154,7 @@ class _Write:
         value = self._value()
         assert value is not None
         operation: Any = value[0]
-        args, known = value[1], set(self.graph.nodes)
+        args, before = value[1], set(self.graph.nodes)
         read = min(self.reads, key=self.place.__getitem__)
         with self.graph.inserting_before(self.node):
             if operation is _with_part:
@@ -166,7 +166,7 @@ class _Write:
                 made = self.graph.call_function(operation, args)
             own = self.graph.call_function(overwritten, (read, made))
             plain = self.graph.call_method("detach", (own,))
-        for node in [n for n in self.graph.nodes if n not in known]:
+        for node in [n for n in self.graph.nodes if n not in before]:
             node.meta = {key: kept for key, kept in self.node.meta.items() if key != NO_GRAD}
             adopt(node)
         for name, user in self.later:

@@ -44,11 +44,11 @@ def forward_of(
 
     def told(*args: Any, **kwargs: Any) -> Any:
         """The forward, without comparing a mask with a causal one: the given mask is added anyway."""
-        given = inspect.signature(type(module).forward).bind(module, *args, **kwargs)
+        bound = inspect.signature(type(module).forward).bind(module, *args, **kwargs)
         for name, hint in _LAYERS[type(module)]:
-            if isinstance(given.arguments.get(name), torch.fx.Proxy) and given.arguments.get(hint) is None:
-                given.arguments[hint] = False
-        return forward(*given.args[1:], **given.kwargs)
+            if isinstance(bound.arguments.get(name), torch.fx.Proxy) and bound.arguments.get(hint) is None:
+                bound.arguments[hint] = False
+        return forward(*bound.args[1:], **bound.kwargs)
 
     return told
 
@@ -57,30 +57,30 @@ def attend(
     module: Any, value: Callable[[Any], torch.Tensor], /, *args: Any, **kwargs: Any
 ) -> tuple[Any, Any]:
     """The result of the module's forward for such a call."""
-    given = {**dict(zip(_NAMES, args, strict=False)), **kwargs}
-    rank = value(given["query"]).dim()
-    sources = [given[name] for name in _NAMES[:3]]
+    arguments = {**dict(zip(_NAMES, args, strict=False)), **kwargs}
+    rank = value(arguments["query"]).dim()
+    sources = [arguments[name] for name in _NAMES[:3]]
     if rank == 2:
         sources = _alike(lambda x: x.unsqueeze(1), sources)
     elif module.batch_first:
         sources = _alike(lambda x: x.transpose(0, 1), sources)
     query, key, values = _projected(module, sources)
-    masks = _masks(module, given, value, query)
+    masks = _masks(module, arguments, value, query)
     dropout = module.dropout if module.training else 0.0
     weights = None
-    if given.get("need_weights", True):
+    if arguments.get("need_weights", True):
         scores = (query * math.sqrt(1.0 / module.head_dim)) @ key.transpose(-2, -1)
         for mask in masks:
             scores = scores + mask
         weights = F.dropout(F.softmax(scores, -1), dropout) if dropout else F.softmax(scores, -1)
-        found = weights @ values
-        if given.get("average_attn_weights", True):
+        heads_out = weights @ values
+        if arguments.get("average_attn_weights", True):
             weights = weights.mean(1)
         if rank == 2:
             weights = weights.squeeze(0)
     else:
-        found = F.scaled_dot_product_attention(query, key, values, sum(masks) if masks else None, dropout)
-    out = F.linear(found.permute(2, 0, 1, 3).flatten(2), module.out_proj.weight, module.out_proj.bias)
+        heads_out = F.scaled_dot_product_attention(query, key, values, sum(masks) if masks else None, dropout)
+    out = F.linear(heads_out.permute(2, 0, 1, 3).flatten(2), module.out_proj.weight, module.out_proj.bias)
     if rank == 2:
         return out.squeeze(1), weights
     return (out.transpose(0, 1) if module.batch_first else out), weights
@@ -92,34 +92,34 @@ def attend_by_function(
     """The result of `F.multi_head_attention_forward` (as in CLIP's pooling); None for a call that adds keys."""
     bound = inspect.signature(F.multi_head_attention_forward).bind(*args, **kwargs)
     bound.apply_defaults()
-    given = dict(bound.arguments)
-    if given["add_zero_attn"] or any(
-        given[n] is not None for n in ("bias_k", "bias_v", "static_k", "static_v")
+    arguments = dict(bound.arguments)
+    if arguments["add_zero_attn"] or any(
+        arguments[n] is not None for n in ("bias_k", "bias_v", "static_k", "static_v")
     ):
         return None
-    width, heads = value(given["query"]).shape[-1], given["num_heads"]
+    width, heads = value(arguments["query"]).shape[-1], arguments["num_heads"]
     names = ("in_proj_weight", "in_proj_bias", "q_proj_weight", "k_proj_weight", "v_proj_weight", "training")
     module = SimpleNamespace(
-        **{name: given[name] for name in names},
+        **{name: arguments[name] for name in names},
         embed_dim=width,
         num_heads=heads,
         head_dim=width // heads,
-        dropout=given["dropout_p"],
+        dropout=arguments["dropout_p"],
         batch_first=False,
-        out_proj=SimpleNamespace(weight=given["out_proj_weight"], bias=given["out_proj_bias"]),
+        out_proj=SimpleNamespace(weight=arguments["out_proj_weight"], bias=arguments["out_proj_bias"]),
     )
-    if given["use_separate_proj_weight"]:
+    if arguments["use_separate_proj_weight"]:
         module.in_proj_weight = None
-    return attend(module, value, **{name: given[name] for name in (*_NAMES, "average_attn_weights")})
+    return attend(module, value, **{name: arguments[name] for name in (*_NAMES, "average_attn_weights")})
 
 
 def _alike(move: Callable[[Any], Any], sources: list[Any]) -> list[Any]:
     """Equal tensors stay the same object."""
-    known: dict[int, Any] = {}
+    moved: dict[int, Any] = {}
     for source in sources:
-        if id(source) not in known:
-            known[id(source)] = move(source)
-    return [known[id(source)] for source in sources]
+        if id(source) not in moved:
+            moved[id(source)] = move(source)
+    return [moved[id(source)] for source in sources]
 
 
 def _projected(module: Any, sources: list[Any]) -> list[Any]:
@@ -141,11 +141,11 @@ def _projected(module: Any, sources: list[Any]) -> list[Any]:
     return made
 
 
-def _masks(module: Any, given: dict[str, Any], value: Callable[[Any], torch.Tensor], query: Any) -> list[Any]:
+def _masks(module: Any, named: dict[str, Any], value: Callable[[Any], torch.Tensor], query: Any) -> list[Any]:
     """The bias that is added to the scores [images, heads, queries, keys]."""
-    found = []
+    masks = []
     for name in ("attn_mask", "key_padding_mask"):
-        mask = given.get(name)
+        mask = named.get(name)
         if mask is None:
             continue
         rank, kind = value(mask).dim(), value(mask).dtype
@@ -157,8 +157,8 @@ def _masks(module: Any, given: dict[str, Any], value: Callable[[Any], torch.Tens
             mask = mask[:, None, None] if rank == 2 else mask
         elif rank == 3:  # one for each image and head
             mask = torch.unflatten(mask, 0, (-1, module.num_heads))
-        found.append(mask)
-    return found
+        masks.append(mask)
+    return masks
 
 
 @contextlib.contextmanager

@@ -73,12 +73,12 @@ def works_on_each_value(cls: Any, args: tuple[Any, ...]) -> bool:
 
     def watch() -> bool:
         with torch.no_grad(), _Watch() as watch:
-            given = pytree.tree_map(lambda v: torch.randn(v.shape) if isinstance(v, Tensor) else v, args)
+            inputs = pytree.tree_map(lambda v: torch.randn(v.shape) if isinstance(v, Tensor) else v, args)
             watch.asked.clear()
-            found = forward_of_function(cls)(*given)
-        shapes = [leaf.shape for leaf in pytree.tree_leaves(given) if isinstance(leaf, Tensor)]
+            result = forward_of_function(cls)(*inputs)
+        shapes = [leaf.shape for leaf in pytree.tree_leaves(inputs) if isinstance(leaf, Tensor)]
         wanted = torch.broadcast_shapes(*shapes)  # type: ignore[no-untyped-call]
-        plain = isinstance(found, Tensor) and found.shape == wanted
+        plain = isinstance(result, Tensor) and result.shape == wanted
         return plain and bool(watch.asked) and all(has(name, Trait.ELEMENTWISE) for name in watch.asked)
 
     return _answered(cls, args, "alone", watch)
@@ -92,8 +92,8 @@ def _answered(cls: Any, args: tuple[Any, ...], question: str, ask: Callable[[], 
     leaves, structure = pytree.tree_flatten(args)
     if not all(isinstance(leaf, (Tensor, int, float, str, bool, type(None))) for leaf in leaves):
         return _apart(ask)
-    known = [(leaf.shape, leaf.dtype) if isinstance(leaf, Tensor) else (type(leaf), leaf) for leaf in leaves]
-    answers, key = _ANSWERS.setdefault(cls, {}), (question, repr(structure), *known)
+    kinds = [(leaf.shape, leaf.dtype) if isinstance(leaf, Tensor) else (type(leaf), leaf) for leaf in leaves]
+    answers, key = _ANSWERS.setdefault(cls, {}), (question, repr(structure), *kinds)
     if key not in answers:
         answers[key] = _apart(ask)
     return answers[key]
@@ -121,17 +121,17 @@ _REVERSED = {"rsub": "sub", "rmul": "mul", "radd": "add", "rdiv": "div", "rtrued
 
 def _apart(ask: Callable[[], bool]) -> bool:
     """The answer, from a thread that no trace follows; False if the forward fails."""
-    found: list[bool] = []
+    answers: list[bool] = []
 
     def compare() -> None:
         # A forward may raise anything for other values.
         with torch.enable_grad(), contextlib.suppress(Exception):
-            found.append(ask())
+            answers.append(ask())
 
     apart = threading.Thread(target=compare)
     apart.start()
     apart.join()
-    return found == [True]
+    return answers == [True]
 
 
 def _modules(args: Any) -> list[nn.Module]:
@@ -140,7 +140,7 @@ def _modules(args: Any) -> list[nn.Module]:
 
 def _alike(cls: Any, args: tuple[Any, ...], size: float, steepness: float) -> bool:
     drawn = torch.Generator().manual_seed(0)
-    given = pytree.tree_map(
+    random_args = pytree.tree_map(
         lambda v: (
             (size * torch.randn(v.shape, generator=drawn, dtype=torch.float64))
             if isinstance(v, Tensor)
@@ -148,24 +148,24 @@ def _alike(cls: Any, args: tuple[Any, ...], size: float, steepness: float) -> bo
         ),
         args,
     )
-    found = []
+    results = []
     cotangents: list[Tensor] = []
     for function in (cls.apply, forward_of_function(cls)):
-        own, inputs = _own(args, given)
+        own, inputs = _own(args, random_args)
         with _kept():
             outputs = [leaf for leaf in pytree.tree_leaves(function(*own)) if isinstance(leaf, Tensor)]
         cotangents = cotangents or [
             steepness * torch.randn(v.shape, generator=drawn, dtype=torch.float64) for v in outputs
         ]
         torch.autograd.backward(outputs, cotangents)
-        found.append([*outputs, *(torch.zeros(()) if v.grad is None else v.grad for v in inputs)])
-    return len(found[0]) == len(found[1]) and all(
+        results.append([*outputs, *(torch.zeros(()) if v.grad is None else v.grad for v in inputs)])
+    return len(results[0]) == len(results[1]) and all(
         a.shape == b.shape and torch.allclose(a, b, 1e-6, 1e-9 * steepness, equal_nan=True)
-        for a, b in zip(*found, strict=True)
+        for a, b in zip(*results, strict=True)
     )
 
 
-def _own(args: Any, given: Any) -> tuple[Any, list[Tensor]]:
+def _own(args: Any, random_args: Any) -> tuple[Any, list[Tensor]]:
     """Arguments for one call in double precision, and the leaves that have gradients.
 
     ``given``: what stands for tensors. Modules are copied, and so are their parameters where these are given, too.
@@ -178,7 +178,7 @@ def _own(args: Any, given: Any) -> tuple[Any, list[Tensor]]:
     leaves, structure = pytree.tree_flatten(args)
     own = [
         modules.get(id(leaf), copied.get(id(leaf), value))
-        for leaf, value in zip(leaves, pytree.tree_leaves(given), strict=True)
+        for leaf, value in zip(leaves, pytree.tree_leaves(random_args), strict=True)
     ]
     own = [
         value.clone().requires_grad_() if isinstance(value, Tensor) and id(leaf) not in copied else value

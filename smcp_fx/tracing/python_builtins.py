@@ -60,7 +60,7 @@ class StandIns:
         ]
         self._wanted.append((torch.jit, "isinstance", self._of_kind(torch.jit.isinstance)))
         self._wanted += [(Tensor, name, self._method(name)) for name in _METHODS]
-        told: dict[str, Any] = {
+        recording: dict[str, Any] = {
             "int": self._type(int, self._int),
             "float": self._type(float, self._float),
             "len": self._len,
@@ -72,9 +72,9 @@ class StandIns:
             if isinstance(space, ModuleType):
                 called = _called(space.__name__)
                 numbers: tuple[type, ...] = (int, float)
-                passing = {kind: told[kind.__name__] for kind in numbers if kind.__name__ in called}
-                told["type"] = self._type_of(passing)
-                self._wanted += [(space, name, told[name]) for name in called if name not in vars(space)]
+                passing = {kind: recording[kind.__name__] for kind in numbers if kind.__name__ in called}
+                recording["type"] = self._type_of(passing)
+                self._wanted += [(space, name, recording[name]) for name in called if name not in vars(space)]
             self._wanted += _uncached_in(space)
         self._wanted += drawing(self._drawn, spaces)
 
@@ -138,8 +138,8 @@ class StandIns:
         """`type(n) is int`, if a stand-in replaces `int`."""
 
         def kind(*args: Any) -> Any:
-            known = self.tracer.kind(args[0]) if isinstance(args[0], Proxy) else type(*args)
-            return stand_ins.get(known, known) if len(args) == 1 else known
+            cls = self.tracer.kind(args[0]) if isinstance(args[0], Proxy) else type(*args)
+            return stand_ins.get(cls, cls) if len(args) == 1 else cls
 
         return kind
 
@@ -152,8 +152,8 @@ class StandIns:
             if not isinstance(condition, Proxy):
                 function(*args, **kwargs)
             elif self.tracer.is_tensor(condition):
-                told = f"{express(condition.node)} has to hold ({asking_line()})"
-                self.tracer.create_proxy("call_function", torch._assert, (condition.all(), told), {})
+                message = f"{express(condition.node)} has to hold ({asking_line()})"
+                self.tracer.create_proxy("call_function", torch._assert, (condition.all(), message), {})
             elif not condition:
                 raise FxTraceError(f"{express(condition.node)} has to hold, and does not")
 
@@ -248,14 +248,14 @@ def _spaces(model: nn.Module) -> list[ModuleType | type]:
     held = (value for module in modules for value in vars(module).values())
     names = [cls.__module__ for cls in classes]
     names += [value.__module__ for value in held if isinstance(value, FunctionType)]
-    found: dict[ModuleType | type, None] = dict.fromkeys(cls for cls in classes if _is_models(cls.__module__))
+    spaces: dict[Any, None] = dict.fromkeys(cls for cls in classes if _is_models(cls.__module__))
     for name in filter(_is_models, dict.fromkeys(names)):
-        found[sys.modules[name]] = None
+        spaces[sys.modules[name]] = None
         for value in list(vars(sys.modules[name]).values()):
             near = str(getattr(value, "__module__", "")).partition(".")[0] == name.partition(".")[0]
             if near and isinstance(value, (FunctionType, _CACHED)) and _is_models(value.__module__):
-                found[sys.modules[value.__module__]] = None
-    return list(found)
+                spaces[sys.modules[value.__module__]] = None
+    return list(spaces)
 
 
 def _is_models(name: str) -> bool:

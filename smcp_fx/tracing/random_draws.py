@@ -71,15 +71,15 @@ def drawing(
         yield Tensor, name, noted("call_method", method, name)
     python = {name: value for name, value in vars(random).items() if _draws_of(value, random._inst)}
     numpys = {name: value for name, value in vars(np.random).items() if _draws_of(value, _NUMPYS)}
-    for module, found in ((random, python), (np.random, numpys)):
+    for module, functions in ((random, python), (np.random, numpys)):
         stand_ins = {
             name: refused(value, f"{module.__name__}.{name}")
-            for name, value in found.items()
+            for name, value in functions.items()
             if not name.endswith(("seed", "state"))
         }
         for name, value in stand_ins.items():
             yield module, name, value
-        by_function = {id(found[name]): value for name, value in stand_ins.items()}
+        by_function = {id(functions[name]): value for name, value in stand_ins.items()}
         for space in spaces:
             if not isinstance(space, ModuleType):
                 continue

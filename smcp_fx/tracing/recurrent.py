@@ -80,7 +80,7 @@ def open_recurrent_layers(traced: fx.GraphModule, values: dict[str, Any]) -> Non
 
 
 def _open(
-    traced: fx.GraphModule, node: fx.Node, module: nn.Module, given: tuple[Any, Any], values: dict[str, Any]
+    traced: fx.GraphModule, node: fx.Node, module: nn.Module, inputs: tuple[Any, Any], values: dict[str, Any]
 ) -> None:
     path, weights = str(node.target), []
     with traced.graph.inserting_before(node):
@@ -92,8 +92,8 @@ def _open(
             read = traced.graph.create_node("get_attr", f"{path}.{name}")
             values[read.name] = info
             if name.startswith("weight"):
-                read = traced.graph.call_function(recurrent_weight, (given[0], read))
+                read = traced.graph.call_function(recurrent_weight, (inputs[0], read))
                 values[read.name] = info
             weights.append(read)
     node.op, node.target = "call_function", recurrent
-    node.args, node.kwargs = (owner, weights, *given), {}
+    node.args, node.kwargs = (owner, weights, *inputs), {}

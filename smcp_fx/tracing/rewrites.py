@@ -90,12 +90,12 @@ def _two_at_a_time(graph: fx.Graph, node: fx.Node) -> None:
     """
     if node.target not in (torch.einsum, torch.functional.einsum) or not isinstance(node.args[0], str):
         return
-    given = node.args[1] if len(node.args) == 2 else node.args[1:]
+    factors = node.args[1] if len(node.args) == 2 else node.args[1:]
     equation, arrow, out = node.args[0].replace(" ", "").partition("->")
     terms = equation.split(",")
-    if len(terms) < 3 or not arrow or "." in equation or not isinstance(given, (tuple, list)):
+    if len(terms) < 3 or not arrow or "." in equation or not isinstance(factors, (tuple, list)):
         return
-    operands = list(given)
+    operands = list(factors)
     with graph.inserting_before(node):
         while len(terms) > 2:
             left = "".join([*terms[2:], out])
@@ -110,24 +110,24 @@ def _of_one(graph: fx.Graph, node: fx.Node) -> None:
     """An einsum of one operand as a permutation and a sum: `einsum("nchw->nhc", x)`."""
     if node.target not in (torch.einsum, torch.functional.einsum) or len(node.args) != 2:
         return
-    given = node.args[1][0] if isinstance(node.args[1], (tuple, list)) else node.args[1]
+    operand = node.args[1][0] if isinstance(node.args[1], (tuple, list)) else node.args[1]
     term, arrow, out = str(node.args[0]).replace(" ", "").partition("->")
     if (
         "," in term
         or "." in term
         or not arrow
         or len(set(term)) < len(term)
-        or not isinstance(given, fx.Node)
+        or not isinstance(operand, fx.Node)
     ):
         return
     order = out + "".join(letter for letter in term if letter not in out)
     summed = tuple(range(len(out), len(order)))
     with graph.inserting_before(node):
-        moved = graph.call_method("permute", (given, *(term.index(letter) for letter in order)))
-        found = graph.call_method("sum", (moved, summed)) if summed else moved
-    for made in {moved, found}:
+        moved = graph.call_method("permute", (operand, *(term.index(letter) for letter in order)))
+        result = graph.call_method("sum", (moved, summed)) if summed else moved
+    for made in {moved, result}:
         made.meta = dict(node.meta)
-    node.replace_all_uses_with(found)
+    node.replace_all_uses_with(result)
     graph.erase_node(node)
 
 
@@ -137,9 +137,9 @@ def _without_addend(graph: fx.Graph, node: fx.Node) -> None:
         return
     product = torch.bmm if node.target is torch.baddbmm else torch.mm
     with graph.inserting_before(node):
-        found = graph.call_function(product, node.args[1:])
-        scaled = graph.call_function(operator.mul, (found, node.kwargs.get("alpha", 1)))
-    for made in (found, scaled):
+        result = graph.call_function(product, node.args[1:])
+        scaled = graph.call_function(operator.mul, (result, node.kwargs.get("alpha", 1)))
+    for made in (result, scaled):
         made.meta = dict(node.meta)
     node.replace_all_uses_with(scaled)
     graph.erase_node(node)
@@ -149,8 +149,8 @@ def _in_steps(model: nn.Module, graph: fx.Graph, node: fx.Node) -> None:
     """A mean squared error as a difference, its square and its mean."""
     loss = model.get_submodule(str(node.target)) if node.op == "call_module" else None
     options = node.kwargs.values() if loss is None else [getattr(loss, "reduction", "")]
-    known = type(loss) is nn.MSELoss or node.target is F.mse_loss
-    if not known or len(node.args) != 2 or any(option not in (None, "mean") for option in options):
+    is_mse = type(loss) is nn.MSELoss or node.target is F.mse_loss
+    if not is_mse or len(node.args) != 2 or any(option not in (None, "mean") for option in options):
         return
     with graph.inserting_before(node):
         difference = graph.call_function(operator.sub, node.args)
@@ -168,12 +168,12 @@ def _resolve_annotations(model: nn.Module, graph: fx.Graph) -> None:
     torch.fx would write them into its code as names, which TorchScript looks for.
     """
     try:
-        known = get_type_hints(type(model).forward)
+        hints = get_type_hints(type(model).forward)
     except Exception:  # annotations are code, and may raise anything
-        known = {}
+        hints = {}
     for node in graph.nodes:
         if isinstance(node.type, str):
-            node.type = known.get("return" if node.op == "output" else str(node.target).lstrip("*"))
+            node.type = hints.get("return" if node.op == "output" else str(node.target).lstrip("*"))
 
 
 def by_position(model: nn.Module, graph: fx.Graph) -> None:

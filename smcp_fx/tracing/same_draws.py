@@ -52,23 +52,23 @@ class _InOrder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         named = dict(kwargs or {})
         if torch.Tag.nondeterministic_seeded not in func.tags:
             return func(*args, **named)
-        given = [v for v in pytree.tree_leaves((args, named)) if isinstance(v, Tensor)]
-        if all(v.is_contiguous() for v in given):
+        tensors = [v for v in pytree.tree_leaves((args, named)) if isinstance(v, Tensor)]
+        if all(v.is_contiguous() for v in tensors):
             return func(*args, **named)
-        copies = {id(v): v.contiguous() for v in given}
+        copies = {id(v): v.contiguous() for v in tensors}
         copied, copied_named = pytree.tree_map(
             lambda v: copies[id(v)] if isinstance(v, Tensor) else v, (args, named)
         )
         result = func(*copied, **copied_named)
         for v in _written(func, args, named):
             v.copy_(copies[id(v)])
-        originals = {id(copies[id(v)]): v for v in given}
+        originals = {id(copies[id(v)]): v for v in tensors}
         follows = _follows(func, named.get("memory_format"))
 
         def placed(value: Any) -> Any:
             if id(value) in originals:
                 return originals[id(value)]
-            return torch.empty_like(given[0], dtype=value.dtype).copy_(value) if follows else value
+            return torch.empty_like(tensors[0], dtype=value.dtype).copy_(value) if follows else value
 
         return pytree.tree_map_only(Tensor, placed, result)
 

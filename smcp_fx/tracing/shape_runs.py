@@ -37,36 +37,36 @@ class _UntoldError(Exception):
 class ShapeRuns:
     """Runs of one traced network from shapes; ``values`` are those of the example, which is ``given``."""
 
-    def __init__(self, module: fx.GraphModule, values: Mapping[str, Any], given: tuple[Any, ...]) -> None:
-        self.module, self.known = module, values
+    def __init__(self, module: fx.GraphModule, values: Mapping[str, Any], inputs: tuple[Any, ...]) -> None:
+        self.module, self.values = module, values
         self.when = conditions(module.graph.nodes)
         self.modules = dict(module.named_modules())
         self._copies: dict[str, nn.Module] = {}
         self._tensors: dict[int, Tensor] = {}  # those on the meta device, by the ids of the module's own
         try:
-            found = self._run(given)
+            shapes = self._run(inputs)
             known, there = (
-                pytree.tree_flatten({name: run[name] for name in values}) for run in (values, found)
+                pytree.tree_flatten({name: run[name] for name in values}) for run in (values, shapes)
             )
             self._believed = known == there
         except Exception:  # the meta device does not know every operation
             self._believed = False
 
-    def refuse(self, given: tuple[Any, ...]) -> bool:
+    def refuse(self, inputs: tuple[Any, ...]) -> bool:
         """Does the network certainly not accept these inputs?"""
         if not self._believed:
             return False
         try:
-            self._run(given)
+            self._run(inputs)
         except (_UntoldError, NotImplementedError):  # the latter of the meta device
             return False
         except Exception:  # the example itself ran without an error
             return True
         return False
 
-    def _run(self, given: tuple[Any, ...]) -> dict[str, Any]:
+    def _run(self, example: tuple[Any, ...]) -> dict[str, Any]:
         def run(modes: Mapping[str, bool]) -> dict[str, Any]:
-            inputs = mapped(lambda v: on_meta(v) if isinstance(v, Tensor) else v, given)
+            inputs = mapped(lambda v: on_meta(v) if isinstance(v, Tensor) else v, example)
             return _Run(self, modes).run(inputs)
 
         with torch.no_grad(), torch.device("meta"):
@@ -96,16 +96,16 @@ class _Run:
         self._devices = False  # are there devices to be replaced?
         self._results: dict[fx.Node, Any] = {}
 
-    def run(self, given: tuple[Any, ...]) -> dict[str, Any]:
+    def run(self, tensors: tuple[Any, ...]) -> dict[str, Any]:
         """The values of the nodes that run."""
-        inputs, values = iter(given), {}
+        inputs, values = iter(tensors), {}
         for node in self.runs.module.graph.nodes:
             if not self.choice.runs(node):
                 self._results[node] = None
                 continue
             result = self._result(node, inputs)
             if isinstance(result, torch.device):
-                result, self._devices = self.runs.known[node.name], True
+                result, self._devices = self.runs.values[node.name], True
             self._results[node] = result
             values[node.name] = info_of(result)
         return values
@@ -116,7 +116,7 @@ class _Run:
         if node.op == "get_attr":
             value = held(self.runs.module, str(node.target))
             if type(value) is bool:  # a module's mode, which the example run has set
-                return self.runs.known[node.name]
+                return self.runs.values[node.name]
             return mapped(lambda v: self.runs.tensor(v) if isinstance(v, Tensor) else v, value)
         if is_by_mode(node):
             return fx.node.map_arg(self.choice.taken(node), self._results.__getitem__)

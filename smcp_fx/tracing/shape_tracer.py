@@ -191,9 +191,9 @@ class ShapeTracer(fx.Tracer):
             refuse_state(m)
             return forward(*args, **kwargs)
 
-        def in_frame(*given: Any, **named: Any) -> Any:
+        def in_frame(*args: Any, **named: Any) -> Any:
             with self.log.frame(self.submodule_paths[m] if self.submodule_paths else "") as frame:
-                output = forward(*given, **named)
+                output = forward(*args, **named)
             return self.log.mark(frame, output, self)
 
         return super().call_module(m, in_frame, args, kwargs)
@@ -250,9 +250,9 @@ class ShapeTracer(fx.Tracer):
 
     def index(self, obj: Proxy, asker: FrameType) -> Any:
         """The number for ``__index__``; the caller may still use the proxy itself."""
-        known = len(self.assumptions)
+        before = len(self.assumptions)
         value = self.number(obj)
-        if len(self.assumptions) > known:
+        if len(self.assumptions) > before:
             asserted = next(iter(reversed(self.graph.nodes)))
             self._asked[obj.node, asker.f_code, asker.f_lasti] = self.assumptions[-1], asserted
         return value
@@ -338,17 +338,17 @@ class ShapeTracer(fx.Tracer):
         except FxTraceError:
             return True
 
-    def _plain(self, obj: Proxy, what: str) -> Any:
+    def _plain(self, obj: Proxy, use: str) -> Any:
         value = self.value(obj.node)
         if isinstance(value, Tensor):
-            raise FxTraceError(f"{what} depends on the values in a tensor ({express(obj.node)})")
+            raise FxTraceError(f"{use} depends on the values in a tensor ({express(obj.node)})")
         return value
 
     def _evaluate(self, node: fx.Node) -> Any:
         if node.op == "placeholder":
             place = [n for n in self.graph.nodes if n.op == "placeholder"].index(node)
-            given = self.inputs[place] if place < len(self.inputs) else node.args[0]
-            return pytree.tree_map(self._faked, given)
+            example = self.inputs[place] if place < len(self.inputs) else node.args[0]
+            return pytree.tree_map(self._faked, example)
         if node.op == "get_attr":
             name = str(node.target)
             if name in self._held:  # the original: forward may have replaced it by a proxy

@@ -145,8 +145,8 @@ class _Tracer(ShapeTracer):
         finally:
             module._forward_hooks = hooks
 
-    def _seen(self, given: Any) -> Any:
-        return self.value(given.node) if isinstance(given, fx.Proxy) else given
+    def _seen(self, value: Any) -> Any:
+        return self.value(value.node) if isinstance(value, fx.Proxy) else value
 
     def _is_overwritten(self, m: nn.Module) -> bool:
         """Has the forward written into a parameter of this layer?"""

@@ -137,16 +137,16 @@ class State:
 
     def _in_two_calls(self) -> list[dict[Attribute, Any]]:
         """Numbers and flags before a call, after it and after a second; no change if the model refuses the mode."""
-        found = [numbers_of(self._model) | flags_of(self._model)]
+        states = [numbers_of(self._model) | flags_of(self._model)]
         with unchanged(self._model), torch.no_grad():
             self._set_modes()
             try:
                 for _ in range(2):
                     self._model(*_cloned(self._inputs))
-                    found.append(numbers_of(self._model) | flags_of(self._model))
+                    states.append(numbers_of(self._model) | flags_of(self._model))
             except Exception:  # the trace itself reports a model that refuses its example in this mode
-                return found[:1] * 3
-        return found
+                return states[:1] * 3
+        return states
 
     def _recalled(self) -> set[Attribute]:
         """The attributes that hold traced values and change the outputs of the next call."""
@@ -161,11 +161,11 @@ class State:
         except Exception:  # it refuses the example in this mode
             return set()
 
-    def _call(self, given: Mapping[Attribute, Any]) -> tuple[Any, dict[Attribute, Any]]:
+    def _call(self, state: Mapping[Attribute, Any]) -> tuple[Any, dict[Attribute, Any]]:
         """The outputs with these attributes, and the attributes after the call."""
         with unchanged(self._model), same_draws(), torch.no_grad():
             self._set_modes()
-            for (module, name), value in given.items():
+            for (module, name), value in state.items():
                 vars(module)[name] = value
             # In new containers: a dict that the model keeps is emptied again.
             outputs = pytree.tree_map(lambda v: v, self._model(*_cloned(self._inputs)))
@@ -221,8 +221,8 @@ def _forget_if_refilled(
     held = vars(module)[name]
     seen: list[Any] = []
 
-    def run(*given: Any) -> Any:
-        output = model(*given)
+    def run(*args: Any) -> Any:
+        output = model(*args)
         seen.append(vars(module).get(name))
         return output
 
@@ -249,8 +249,8 @@ def fill_caches(model: nn.Module, inputs: tuple[Any, ...], paths: Collection[str
         for name in module._non_persistent_buffers_set & module._buffers.keys()
     ]
 
-    def run(*given: Any) -> list[Tensor | None]:
-        model(*given)
+    def run(*args: Any) -> list[Tensor | None]:
+        model(*args)
         return [module._buffers[name] for module, name in caches]
 
     def put(values: list[Tensor | None]) -> None:

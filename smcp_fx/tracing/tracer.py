@@ -55,7 +55,7 @@ class Traced:
     ``values`` maps node names to recorded outputs, with a `TensorInfo` in place of each tensor. ``assumptions`` lists
     what the graph assumes about its inputs' shapes, and checks in every call. ``work``: multiply-adds of nodes in the
     example run, for all ``images`` together (0: unknown); ``outside``: those of Python code around the graph.
-    ``returned``: the model's own output; ``given``: the graph's inputs; ``forms``: the calls that leave out some.
+    ``returned``: the model's own output; ``inputs``: the graph's; ``forms``: the calls that leave out some.
     """
 
     module: fx.GraphModule
@@ -65,7 +65,7 @@ class Traced:
     images: int = 0
     outside: int = 0
     returned: Any = None
-    given: tuple[Any, ...] = ()
+    inputs: tuple[Any, ...] = ()
     forms: tuple[Form, ...] = ()
 
 
@@ -87,7 +87,7 @@ def trace(
     except Exception as error:
         needed = sum(p.default is p.empty and p.kind <= p.POSITIONAL_OR_KEYWORD for p in parameters_of(model))
         hint = ""
-        if any(isinstance(given, Mapping) for given in inputs):
+        if any(isinstance(value, Mapping) for value in inputs):
             hint = f", by the names in forward{inspect.signature(model.forward)}"
         elif len(inputs) < needed:
             hint = f", {needed} in a tuple; in batches ((first, second), labels)"
@@ -115,10 +115,10 @@ def trace(
     traced.training = training
     _restore_flags(model, traced)
     try:
-        found, values, work = record(traced, inputs)
+        result, values, work = record(traced, inputs)
     except Exception as error:
         raise _does_not_run(model, error) from error
-    if not same_values(expected, found):
+    if not same_values(expected, result):
         raise _differs(model, traced, inputs, expected)
     if not all(_takes(model, traced, form.of(inputs)) for form in forms):
         return trace(model, inputs, leaves)
@@ -134,7 +134,7 @@ def trace(
         work,
         images_in(inputs),
         returned=expected,
-        given=inputs,
+        inputs=inputs,
         forms=forms,
     )
 
@@ -157,10 +157,10 @@ def _require_traceable(model: nn.Module, inputs: tuple[Any, ...]) -> None:
             f"the model is compiled by {'torch.jit' if scripted else 'torch.compile'}: prepare the model that it was "
             "made from, and compile what convert returns."
         )
-    for given in inputs:
-        if isinstance(given, Tensor) and not given.numel():
+    for value in inputs:
+        if isinstance(value, Tensor) and not value.numel():
             raise InputError(
-                f"an example input is empty, of shape {tuple(given.shape)}: pass at least one image; a tensor "
+                f"an example input is empty, of shape {tuple(value.shape)}: pass at least one image; a tensor "
                 "without elements does not show how channels go through the network"
             )
 
@@ -288,8 +288,8 @@ def _merged(
         return _values(model, trace.graph, inputs)
 
     def traced(mode: bool, others: Modes) -> ModeTrace:
-        form, given = formed(others)
-        trace = trace_in_mode(model, given, (mode, others), leaves, () if form is None else form.places)
+        form, arguments = formed(others)
+        trace = trace_in_mode(model, arguments, (mode, others), leaves, () if form is None else form.places)
         asked = forms if form is None else forms[: forms.index(form) + 1]
         # As what is asked first.
         trace.log.frames[0].reads[:0] = [(0, one.key, one is form) for one in asked]
@@ -333,9 +333,9 @@ def _restore_flags(model: nn.Module, traced: fx.GraphModule) -> None:
 
 def _first_difference(model: nn.Module, traced: fx.GraphModule, inputs: tuple[Any, ...]) -> str:
     """Name the first leaf module whose output differs between the model and its graph."""
-    expected, found = (outputs_of_modules(one, inputs) for one in (model, traced))
+    expected, actual = (outputs_of_modules(one, inputs) for one in (model, traced))
     leaves = {name for name, module in traced.named_modules() if not list(module.children())}
-    for name, output in found.items():
+    for name, output in actual.items():
         if name in leaves and name in expected and not same_values(expected[name], output):
             return f"module {name!r}"
     return "an operation between modules"

@@ -91,11 +91,11 @@ _NAMES = {
 
 
 def _table() -> dict[str, Trait]:
-    found: dict[str, Trait] = {}
+    traits: dict[str, Trait] = {}
     for trait, names in _NAMES.items():
         for name in names.split():
-            found[name] = found.get(name, Trait(0)) | trait
-    return found
+            traits[name] = traits.get(name, Trait(0)) | trait
+    return traits
 
 
 _TRAITS = _table()

@@ -53,14 +53,14 @@ def _scattered(node: fx.Node) -> tuple[Any, Any, Any] | None:
     """The parts of `x.slice_scatter(y, dim, start, end, step)` and `x.select_scatter(y, dim, index)`."""
     selects = "select" in str(getattr(node.target, "__name__", node.target))
     names = ("input", "src", "dim", "index") if selects else ("input", "src", "dim", "start", "end", "step")
-    given = {**dict(zip(names, node.args, strict=False)), **node.kwargs}
-    dim = given.get("dim", 0)
+    arguments = {**dict(zip(names, node.args, strict=False)), **node.kwargs}
+    dim = arguments.get("dim", 0)
     if type(dim) is not int:
         return None
-    edges = (given.get(name) for name in ("start", "end", "step"))
-    part: Any = given["index"] if selects else slice(*edges)
+    edges = (arguments.get(name) for name in ("start", "end", "step"))
+    part: Any = arguments["index"] if selects else slice(*edges)
     index = (*[slice(None)] * dim, part) if dim >= 0 else (..., part, *[slice(None)] * (-dim - 1))
-    return given.get("input"), index, given.get("src")
+    return arguments.get("input"), index, arguments.get("src")
 
 
 def _index_of(view: fx.Node) -> Any:

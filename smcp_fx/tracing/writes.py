@@ -156,9 +156,9 @@ class _Write:
         """Does a later reader, or the caller, hold the target's memory under another name?"""
         after = self.place[self.node]
         names, others = sharing(target, {user for user in self.place if self.place[user] < after}, self.model)
-        known = names | others
-        return any(node.op in ("placeholder", "get_attr") for node in known) or any(
-            self.place[user] > after for node in known - {target} for user in node.users
+        aliased = names | others
+        return any(node.op in ("placeholder", "get_attr") for node in aliased) or any(
+            self.place[user] > after for node in aliased - {target} for user in node.users
         )
 
     # ---- the new tensor ---------------------------------------------------------------------------------
@@ -213,15 +213,15 @@ class _Write:
             return None if every is None else (every, None)
         start, stop = (part.start, part.stop) if isinstance(part, slice) else (part, next_place(part))
         start, stop = (self._number(edge) for edge in (start, stop))
-        known = [self._example(edge) for edge in (start, stop)]
-        if any(type(edge) not in (int, type(None)) for edge in known):
+        bounds = [self._example(edge) for edge in (start, stop)]
+        if any(type(edge) not in (int, type(None)) for edge in bounds):
             return None
-        first, last, _ = slice(*known).indices(size)
-        if first >= last or (type(known[0]) is int and known[0] < -size):
+        first, last, _ = slice(*bounds).indices(size)
+        if first >= last or (type(bounds[0]) is int and bounds[0] < -size):
             return None
         if fixed:
             return first or None, None if last == size else last
-        signs = {edge < 0 for edge in known if edge is not None}
+        signs = {edge < 0 for edge in bounds if edge is not None}
         moving = any(isinstance(edge, fx.Node) for edge in (start, stop)) and None not in (start, stop)
         if (
             moving
@@ -244,15 +244,15 @@ class _Write:
             return span.start or None, stop
         whole = self.graph.call_method("size", (self.target, dim))
         same = self.graph.call_function(operator.eq, (stop, whole))
-        told = TAKEN + express(same)
-        self.graph.call_function(torch._assert, (same, told + AGAIN))
-        self.assumed.append(told)
+        assumption = TAKEN + express(same)
+        self.graph.call_function(torch._assert, (same, assumption + AGAIN))
+        self.assumed.append(assumption)
         return span.start or None, None
 
     def _number(self, edge: Any) -> Any:
         """A node's number, if no input changes it."""
-        told = isinstance(edge, fx.Node) and self.sizes.is_fixed_number(edge)
-        return self.value(edge) if told else edge
+        fixed = isinstance(edge, fx.Node) and self.sizes.is_fixed_number(edge)
+        return self.value(edge) if fixed else edge
 
     def _within(self, whole: fx.Node, cut: list[Any], gone: list[int], tensor: Tensor) -> fx.Node:
         if not cut:

@@ -25,7 +25,7 @@ class Net(nn.Module):
 
 def runs_of(net: nn.Module) -> ShapeRuns:
     traced = trace(net.train(), (torch.randn(2, 3, 8, 8),))
-    return ShapeRuns(traced.module, traced.values, traced.given)
+    return ShapeRuns(traced.module, traced.values, traced.inputs)
 
 
 def halves(layer: nn.Module, x: Tensor) -> Tensor:
