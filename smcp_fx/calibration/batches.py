@@ -21,7 +21,7 @@ from smcp_fx.regions import Joined, joined_inputs
 from smcp_fx.tracing.call_forms import parameters_of
 from smcp_fx.tracing.example_runs import run_eager
 
-#: Most bytes of batches, or of the values computed from them, that are held at a time. Chosen, not measured.
+#: Most bytes of batches, or of values computed from them, held at a time. Chosen, not measured.
 MEMORY = 2 * 2**30
 
 
@@ -51,7 +51,7 @@ class Batch:
         return Batch(self.number, *pytree.tree_map(lambda v: _moved(v, device), self._parts()))
 
     def for_model(self, model: nn.Module) -> Batch:
-        """The batch as forward takes it: where one argument holds all inputs, that is their list or dict."""
+        """The batch as forward takes it: as one list or dict, if one argument holds all inputs."""
         parameters = parameters_of(model)
         kinds = {parameter.kind for parameter in parameters}
         places = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
@@ -80,7 +80,7 @@ class Batch:
 
 
 def each_batch(batches: Any) -> Iterator[Batch]:
-    """Go through batches once. A tensor or a dict counts as one batch; what this yields stays as it is.
+    """Go through batches once. A tensor or a dict counts as one batch; a `Batch` stays as it is.
 
     Raises `InputError` for anything else.
     """
@@ -99,9 +99,9 @@ def each_batch(batches: Any) -> Iterator[Batch]:
 
 
 def again(batches: Any) -> Any:
-    """The same batches as something that can be gone through more than once.
+    """The same batches, to be gone through more than once.
 
-    What runs once, such as a generator, is read into a list; raises `InputError` where that takes more than 2 GiB.
+    A generator, or the like, is read into a list; raises `InputError` where that takes more than 2 GiB.
     """
     if not isinstance(batches, Iterator):
         return batches
@@ -139,7 +139,7 @@ def run_batch(model: nn.Module, batch: Batch) -> Any:
 
 
 def entering(model: nn.Module, joined: Joined | None, batch: Batch) -> Batch:
-    """The batch as the model's graph takes it: for one traced in regions, what its Python gives these."""
+    """The batch as the model's graph takes it: for a model traced in regions, the tensors that Python passes."""
     batch = batch.for_model(model)
     if joined is None:
         return batch
@@ -157,7 +157,7 @@ def refused(model: nn.Module, batch: Batch, error: Exception) -> InputError:
 
 
 def require_finite_gradients(batch: Batch, values: Iterable[Tensor]) -> None:
-    """Raise `InputError`, naming the batch, where what was computed from its gradients is not finite."""
+    """Raise `InputError`, naming the batch, if tensors computed from its gradients are not finite."""
     if not all(bool(torch.isfinite(value).all()) for value in values):
         raise InputError(
             f"{batch} gives gradients that are not finite: look for NaN in the activations, and for square roots, "
@@ -200,7 +200,7 @@ def _batch(number: int, item: Any) -> Batch:
 def _runs(model: nn.Module, args: tuple[Any, ...]) -> bool:
     try:
         run_eager(model, args)
-    except Exception:  # whatever a model says to inputs that it was not made for
+    except Exception:  # a model may raise anything for inputs that it was not made for
         return False
     return True
 

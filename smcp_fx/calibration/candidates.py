@@ -1,13 +1,13 @@
-"""How far to trust what groups are said to be worth: candidates, repaired and judged by images held out.
+"""How far to trust the estimated worth of groups: candidates are repaired, and judged by held-out images.
 
 A rise of the loss is estimated for one group alone, its readers refitted. On some networks that is right within a
-factor of two; on others, certain of their answers, it is ten times too large for first layers, whose errors later
-layers make up for once all are repaired. So each group's rise r is drawn, in logarithms, to the one by which uniform
-widths are the best choice,
+factor of two. On networks that are certain of their answers, it is ten times too large for first layers, whose errors
+later layers make up for once all are repaired. So each group's rise r is drawn, in logarithms, to the rise that makes
+uniform widths the best choice,
 
     r^t u^(1 - t),    u = (1 - s)^2 / s  times what halving the group saves, where a share s is kept,
 
-with t = 0, 1/2, 1; what is solved for is repaired by half of the batches and half of a repair's rows, and judged by a
+with t = 0, 1/2, 1. Each solution is repaired by half of the batches and half of a repair's rows, and judged by a
 quarter of the batches.
 """
 
@@ -43,9 +43,9 @@ from smcp_fx.pruning.worth import Floats
 
 #: One image in so many is held out of fits, to judge by. Chosen, not measured.
 FOLD = 4
-#: The exponents t, and by which share the divergence must fall for a larger one. Docs: experiments.md.
+#: The exponents t, and the share that a larger one must lower the divergence to. Docs: experiments.md.
 _TRUST, _CLEARLY = (0.0, 0.5, 1.0), 0.9
-#: Rises below this share of the largest count as it: a group that seems free is not emptied. Chosen.
+#: Rises count as this share of the largest at least, so that a group that seems free is not emptied. Chosen.
 _LEAST = 1e-9
 
 
@@ -57,10 +57,10 @@ def solve_best(
     outputs: Kinds | None = None,
     progress: Progress | None = None,
 ) -> float:
-    """Solve for masks by worths trusted wholly, by half or not at all, and return which (1, 1/2, 0).
+    """Solve for masks with the worths trusted fully, by half or not at all; return the best trust (1, 1/2, 0).
 
-    Leaves the rises that were taken as the model's own, so that a further solve goes by them, too. Solves once where
-    no rises are known, or nothing need go.
+    The chosen rises become the model's own, so that a further solve uses them, too. Solves once if no rises are
+    known, or nothing need go.
 
     Args:
         batches: as for `gather_importance`; fewer than four are judged by what they are repaired with.
@@ -100,9 +100,9 @@ def solve_best(
 
 
 def drawn(rises: Mapping[str, Floats], cost: NetworkCost, trust: float) -> dict[str, Floats]:
-    """Return the rises to the power of ``trust``, times those of uniform widths to the power of what is left.
+    """Return the rises to the power of ``trust``, times those of uniform widths to the power of 1 - ``trust``.
 
-    Their sum where half of each group is kept stays as it was.
+    The sum of all groups' rises at half their channels stays the same.
     """
     full = {name: counts[-1] for name, counts in cost.permitted.items()}
     whole, uniform = cost.cost(full), dict[str, Floats]()
@@ -129,7 +129,7 @@ def _same(masks: Mapping[str, Tensor], others: Mapping[str, Tensor]) -> bool:
 def _parts(batches: Any) -> tuple[list[Batch], list[Batch]]:
     """Return the batches to fit by and those to judge by; the same ones where there are few.
 
-    Kept, since a loader that shuffles gives others each time.
+    The lists are kept, since a shuffling loader gives other batches each time.
     """
     enough, fitted, held = number_of(batches) >= FOLD, list[Batch](), list[Batch]()
     for batch in each_batch(batches):
@@ -149,7 +149,7 @@ def _distances(
 ) -> list[float]:
     """Return how far each network's outputs are from the whole one's, the mean over images.
 
-    Of a loss of the user's, what it is more than the whole network's.
+    With the user's loss: its excess over the whole network's.
     """
     whole, totals = trained_graph(prepared)[1], [0.0] * len(networks)
     with ExitStack() as stack:

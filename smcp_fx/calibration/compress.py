@@ -32,9 +32,9 @@ def compress(
 ) -> ConvertedModule:
     """Return a smaller model that computes nearly the same, from a trained one and a few hundred images.
 
-    `prepare`, `gather_importance`, `solve_best`, `convert` and `repair` in one; call them yourself to see what each
-    did. What channels are said to be worth is trusted as far as images held out bear it out: nearly uniform widths
-    are tried, too (`smcp_fx.calibration.candidates`).
+    `prepare`, `gather_importance`, `solve_best`, `convert` and `repair` in one; call them yourself to see the result
+    of each. The estimated worths are trusted as far as held-out images confirm them: nearly uniform widths are tried,
+    too (`smcp_fx.calibration.candidates`).
 
     Args:
         model: trained; it stays as it was.
@@ -55,7 +55,7 @@ def compress(
     first = next(each_batch(batches)).to(device_of(model)).for_model(model)
     example = first.kwargs or first.args
     prepared = prepare(model, example, target=target, cost=cost, config=config)
-    weighing, solving, repairing = Stretch(progress).split(0.26, 0.72)  # what they take
+    weighing, solving, repairing = Stretch(progress).split(0.26, 0.72)  # their measured shares
     gather_importance(prepared, batches, loss, outputs=outputs, progress=weighing)
     solve_best(prepared, batches, loss, outputs=outputs, progress=solving)
     smaller = convert(prepared)

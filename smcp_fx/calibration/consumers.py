@@ -30,7 +30,7 @@ def consumer_of(module: fx.GraphModule, node: fx.Node) -> Consumer | None:
 def by_weight(module: fx.GraphModule) -> tuple[list[list[Consumer]], dict[str, str]]:
     """Return the graph's layers in the order they run, grouped by shared weight, and why others are left out.
 
-    Left out, by path, are layers whose parameters something else reads too, or that read them in several ways.
+    Left out, by path, are layers whose parameters have other readers, or are read in several ways.
     """
     consumers: dict[int, list[Consumer]] = {}
     for node in module.graph.nodes:

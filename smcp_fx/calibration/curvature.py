@@ -1,4 +1,4 @@
-"""What narrowing a group raises the loss by: the Fisher quadratic form of its readers' changed weights.
+"""The rise of the loss when a group is narrowed: the Fisher quadratic form of its readers' changed weights.
 
 Let D be the change of the outputs of all layers that read a group, once its channels are gone and the weights of the
 others fitted again. With g_i the gradients of image i's loss, on labels drawn from the model, the rise is
@@ -6,7 +6,7 @@ others fitted again. With g_i the gradients of image i's loss, on labels drawn f
     1/2 mean over images of  (sum over readers, positions, outputs of  D g_i)^2,
 
 the second-order expansion of the Kullback-Leibler divergence (Martens 2020, "New insights and perspectives on the
-natural gradient method", section 9). Unlike the layer-wise sum of squared errors times squared gradients, it knows
+natural gradient method", section 9). Unlike the layer-wise sum of squared errors times squared gradients, it counts
 that an output may matter just where its inputs are large, and that errors of many outputs and positions add up.
 """
 
@@ -26,7 +26,7 @@ from smcp_fx.calibration.readers import Reader, Run, watching
 
 
 class Curvature:
-    """Gathers over batches what each refit of each group raises the loss of a network by."""
+    """Gathers over batches the rise of the loss for each refit of each group."""
 
     def __init__(self, network: nn.Module, refits: Mapping[str, tuple[Refit, ...]]) -> None:
         self._network = network
@@ -81,7 +81,7 @@ class Curvature:
 
 
 def corrected(order: Order, rises: Mapping[int, float]) -> Order:
-    """Return the order with its rises scaled to those at some counts, the factors interpolated geometrically."""
+    """Return the order with its rises scaled to the given ones at some counts, by geometric interpolation."""
     if order.rises is None or not rises:
         return order
     counts = sorted(rises)

@@ -1,4 +1,4 @@
-"""The order in which a group's channels go, and the cost: first those that the others best make up for.
+"""The order in which a group's channels go, and its cost: first the channels that the others best replace.
 
 Each layer that reads a group computes y = W x from its inputs. Remove the channels S, and fit the rest of W again, as
 `repair` does. The squared errors of y, weighted by output, then add up to
@@ -34,7 +34,7 @@ from smcp_fx.prepared import PreparedModel
 #: Added to each variance: at least this share of the inputs' mean variance, and so many times the rounding of their
 #: mean square. Chosen, not measured.
 _RIDGE, _ROUNDINGS = 1e-3, 16
-#: Larger ridges that are tried where that is too small.
+#: Larger ridges, tried if that one is too small.
 _TRIES = 12
 #: One in this many of the remaining channels goes at a time, but at least one. Chosen, not measured.
 _AT_ONCE = 32
@@ -93,7 +93,7 @@ class _Part:
         return (errors * self.heed.unsqueeze(1)).sum((0, 2, 3))
 
     def remove(self, gone: Tensor) -> float:
-        """Remove units (bool [n]), let the others make up for them, and return the error added."""
+        """Remove units (bool [n]), refit the others, and return the error added."""
         out, error = self.columns[gone].flatten(), 0.0
         self.units, self.columns = self.units[~gone], self.columns[~gone]
         if out.numel():
@@ -109,7 +109,7 @@ class _Part:
         return error
 
     def change(self) -> tuple[Tensor, Tensor]:
-        """Return what removing has changed of the weight, as the weight, and of the mean output, [outputs]."""
+        """Return the change of the weight, in the weight's shape, and of the mean output, [outputs]."""
         consumer, gram = self.reader.consumer, self.reader.gram
         matrix = -consumer.matrix(consumer.weight)
         matrix[:, self._at[self._left]] += self.weight[:, self._left]
@@ -124,7 +124,7 @@ class _Part:
 
 
 class Elimination:
-    """Gathers what layers read over batches, then orders channels by how dispensable they are.
+    """Gathers the inputs of layers over batches, then orders channels by how dispensable they are.
 
     ``whole``: a copy of the network as it was last trained, with every unit. ``batches``: how many there will be.
     """
@@ -214,12 +214,12 @@ class Elimination:
         return Order(torch.cat(gone), curve if measured else None, tuple(refits))
 
     def forget(self) -> None:
-        """Let go of what was gathered, which is large."""
+        """Free the gathered sums, which are large."""
         for reader in self.readers:
             reader.gram = Gram()
 
     def unknown(self, group: str) -> str | None:
-        """Return the node of a layer that reads the group and of which nothing is known; None if there is none."""
+        """Return the node of a layer that reads the group and has no gathered sums; None if there is none."""
         places = torch.arange(self._state.keep.numel(), device=self._state.keep.device)
         mine = self._state.of_group(places, group).tolist()
         return next((self.unread[unit] for unit in mine if unit in self.unread), None)
@@ -259,7 +259,7 @@ def _part(reader: Reader, mine: Tensor, images: int) -> _Part:
 
 
 def _inverse(covariance: Tensor, rounding: Tensor) -> Tensor:
-    """Return the inverse; where products rounded more than estimated, [groups], with a larger ridge."""
+    """Return the inverse; with a larger ridge, [groups], if products were rounded more than estimated."""
     for _ in range(_TRIES):
         factor, failed = torch.linalg.cholesky_ex(covariance)
         if not bool(failed.any()):

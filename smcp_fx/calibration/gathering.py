@@ -1,4 +1,4 @@
-"""What channels are worth, from a few hundred images: in which order they go, and what narrowing a group costs."""
+"""The worth of channels, from a few hundred images: their order within a group, and the cost of narrowing it."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from smcp_fx.pruning.worth import Floats
 
 _logger = logging.getLogger(__name__)
 
-#: Shares of the time after which inputs are gathered, and channels in order; the rest is for rises. Estimates.
+#: Shares of the time after which inputs are gathered, and channels ordered; the rest is for rises. Estimates.
 _SHARES = (0.5, 0.7)
 
 
@@ -48,25 +48,25 @@ def gather_importance(
     outputs: Kinds | None = None,
     progress: Progress | None = None,
 ) -> None:
-    """Gather from batches what channels are worth, in eval mode, so that ``prepared.pruner.solve()`` can choose.
+    """Gather the worth of channels from batches, in eval mode, so that ``prepared.pruner.solve()`` can choose.
 
-    In which order a group's channels go is what the layers that read them say: first those that the others make up
-    for best when the weights are fitted anew, as `repair` does (`smcp_fx.calibration.elimination`). What that raises
-    the loss by, on a quarter of the images that the fits have not seen, is what the group is worth
-    (`smcp_fx.calibration.curvature`). Where a layer that reads a group cannot be fitted (its weight depends on the
-    images, or it has more than 8,192 inputs an output), the first-order importances of the group's channels stand in,
-    on the scale of what is known, and the log says so.
+    The layers that read a group decide the order of its channels: first go those that the others replace best when
+    weights are fitted anew, as by `repair` (`smcp_fx.calibration.elimination`). The group's worth is the rise of the
+    loss, on a quarter of the images that the fits have not seen (`smcp_fx.calibration.curvature`). Where a layer that
+    reads a group cannot be fitted (its weight depends on the images, or it has more than 8,192 inputs an output), the
+    first-order importances of the group's channels stand in, on the scale of the other groups' rises, and the log
+    says so.
 
     Memory does not grow with the images, but for those held out (2 GiB at most): 8 bytes for each pair of a layer's
     inputs (ResNet-50: 0.9 GiB in all).
 
-    By default the loss is told by the outputs (`smcp_fx.calibration.objective`): for class scores and yes or no the
-    cross entropy of the labels, or without any of labels drawn by the model's own predictions, so that the gradients
-    are those of the Fisher information; for anything else the squared error relative to the outputs' variance, whose
-    Gauss-Newton matrix random signs estimate. A warning says what was taken for what where neither ``outputs`` nor
-    labels tell. Frozen weights count like others. Weights, their gradients and statistics are left as they were.
+    By default the outputs decide the loss (`smcp_fx.calibration.objective`): for class scores and yes or no the cross
+    entropy of the labels or, without labels, of labels drawn from the model's predictions, so that the gradients are
+    those of the Fisher information; for anything else the squared error relative to the outputs' variance, whose
+    Gauss-Newton matrix random signs estimate. A warning says what was taken for what if neither ``outputs`` nor
+    labels decide. Frozen weights count like others. Weights, their gradients and statistics are left as they were.
 
-    ``loss(outputs, labels)`` returns a scalar, and takes the place of all that.
+    ``loss(outputs, labels)`` returns a scalar, and replaces this default.
 
     ``outputs`` says what the model's output is: "classes" ("classes:2": along dimension 2), "binary" (yes or no, each
     number a score or a probability) or "values"; of nested outputs a dict of those that count by name, such as
@@ -117,7 +117,7 @@ def weigh(
     objective: Objective,
     progress: Progress,
 ) -> dict[str, Order]:
-    """Return the order of each group that any layer can tell, with its rises on images held out of the fits."""
+    """Return the order of each group that some layer can order, with its rises on images held out of the fits."""
     device, held = device_of(elimination.whole), list[tuple[Batch, Tensor]]()
     gathering, ordering, rising = Stretch(progress).split(*_SHARES)
 
@@ -157,7 +157,7 @@ def _held_out(batch: Batch, batches: int) -> Tensor:
 
 
 def _steps(rises: Floats) -> Tensor:
-    """Return what each channel adds to the rise when it goes, in the order they go, [n]; rising strictly."""
+    """Return the rise that each channel adds when it goes, in the order they go, [n]; rising strictly."""
     steps = np.maximum.accumulate(np.maximum(-np.diff(rises)[::-1], 1e-6 * float(rises[0])))
     return torch.from_numpy(steps * (1 + 1e-6 * np.arange(steps.size)))
 
@@ -183,7 +183,9 @@ def first_order(
         TaylorImportance(prepared.channels, prepared.smcp, prepared.pruner.config.importance),
     )
     device, progressed = device_of(prepared), Stretch(progress)
-    number = 1 if progress is None else number_of(batches)  # a loader without a length is gone through for it
+    number = (
+        1 if progress is None else number_of(batches)
+    )  # counting a loader without a length goes through it
     before = [(parameter, parameter.grad, parameter.requires_grad) for parameter in prepared.parameters()]
     state.forget()
     try:
@@ -195,7 +197,7 @@ def first_order(
                 batch = batch.to(device)
                 objective(run_batch(prepared, batch), batch).backward()  # type: ignore[no-untyped-call]
                 units = importance(prepared)
-                # The mean of all so far; one that is not finite is told, instead of left out.
+                # The mean over all batches so far; a value that is not finite is an error, not left out.
                 require_finite_gradients(batch, [units])
                 state.gather(
                     units, torch.ones((), dtype=torch.bool, device=units.device), 1 - 1 / batch.number

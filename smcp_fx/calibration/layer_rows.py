@@ -17,8 +17,8 @@ from torch import Tensor, fx, nn
 
 #: The most numbers that the rows of one chunk may hold (64 MiB in float64).
 _CHUNK = 2**23
-#: Output positions that a layer is looked at by, if there are as many, for each of its inputs: so many up to a number
-#: of positions, and at least so many. Docs: experiments.md.
+#: Output positions that a layer is fitted by, if there are as many: so many for each input, up to a number of
+#: positions, and at least so many for each. Docs: experiments.md.
 _FULL, _ENOUGH, _LEAST = 100, 20_000, 8
 
 
@@ -103,7 +103,7 @@ class Consumer:
             )
 
     def _reader(self, x: Tensor, lengths: torch.Size, positions: Tensor) -> Callable[[Tensor], Tensor]:
-        """Return what the outputs at positions read of some images, [images, positions, channels, kernel]."""
+        """Return the inputs of some images' outputs at positions, [images, positions, channels, kernel]."""
         x, stride, left = self._padded(x, lengths)
         flat = torch.zeros((positions.numel(), 1), dtype=torch.int64)
         inside = torch.ones_like(flat, dtype=torch.bool)
@@ -151,7 +151,7 @@ def _at(values: Tensor, positions: Tensor, images: Tensor) -> Tensor:
 
 
 def rows_for(inputs: int) -> int:
-    """Return how many rows a fit of so many inputs an output takes; what it adds to the error is inputs / rows."""
+    """Return how many rows a fit of so many inputs an output takes; it adds inputs / rows to the error."""
     return max(_LEAST * inputs, min(_FULL * inputs, _ENOUGH))
 
 

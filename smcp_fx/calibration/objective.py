@@ -1,4 +1,4 @@
-"""What is differentiated to tell what channels are worth: a loss of the outputs of one batch.
+"""The loss of a batch's outputs that is differentiated for the worth of channels.
 
 Without the user's loss it is a random one, whose gradient g has E[g g'] = the curvature of a distance between outputs
 (a batch's images apart), so that half its square is the rise of that distance to second order:
@@ -51,13 +51,13 @@ _NO_CLASS = -100
 
 
 class Objective:
-    """The loss of a network's outputs; what its outputs are is read from the first batch.
+    """The loss of a network's outputs, whose kinds are read from the first batch.
 
     Args:
-        model: as it is prepared.
+        model: the prepared model.
         loss: the user's, of (outputs, labels).
-        outputs: what the outputs are, where the user says it.
-        quiet: says nothing of what is taken for what, and does not check the user's loss.
+        outputs: the kinds of outputs, if the user gives them.
+        quiet: does not report the kinds, and does not check the user's loss.
     """
 
     def __init__(
@@ -74,7 +74,7 @@ class Objective:
 
     @torch.no_grad()
     def drawn(self, outputs: Any, batch: Batch) -> dict[str, Tensor]:
-        """Return soft labels for each output that has classes, or yes and no, drawn around what a model predicts."""
+        """Return soft labels for each output of classes, or of yes and no, drawn around the model's predictions."""
         labels, tensors = {}, named_tensors(outputs)
         for name, reading in self.read(outputs, batch).items():
             if reading.kind == "values" or name not in tensors:
@@ -122,7 +122,7 @@ class Objective:
                 "network, as it is where the labels are its own outputs. Leave the labels and loss= away: what "
                 "channels are worth is then told by the outputs alone"
             )
-        self._checks &= math.isinf(slope)  # this batch told nothing: the next one does
+        self._checks &= math.isinf(slope)  # this batch showed nothing: check the next one
         return value
 
     @torch.no_grad()
@@ -205,7 +205,7 @@ class Objective:
         return F.cross_entropy(rows, targets) * math.sqrt(rows.shape[0] / batch.images)
 
     def read(self, outputs: Any, batch: Batch) -> dict[str, Reading]:
-        """Return what the outputs are; told once, where the user has not said so."""
+        """Return the kinds of outputs; reports them once, if the user has not given them."""
         if self._readings is not None:
             return self._readings
         readings = read_outputs(outputs, self._outputs, batch.labels, self._model)
@@ -237,12 +237,12 @@ class Objective:
 
 
 def cancelled(value: Tensor, outputs: Any) -> float:
-    """Return how small a loss's gradient is against what does not cancel; 1 or so away from its minimum.
+    """Return a loss's gradient as a share of one that does not cancel; about 1 away from its minimum.
 
-    Infinite where both are zero, as of a margin that is kept.
+    Infinite if both are zero, as for a margin loss within its margin.
 
-    Held against it is the gradient for weights of the outputs that are as large as the loss's own, here and a
-    standard deviation away, with random signs. Takes two more backward passes.
+    The other gradient is of the outputs with weights as large as the loss's own, here and a standard deviation
+    away, with random signs. Takes two more backward passes.
     """
     tensors = [t for t in named_tensors(outputs).values() if t.requires_grad and not t.is_complex()]
     slopes = partial(torch.autograd.grad, retain_graph=True, allow_unused=True)
@@ -275,7 +275,7 @@ def _require_fit(fits: bool, name: str, tensor: Tensor, labels: Tensor, batch: B
 
 
 def _require_shares(labels: Tensor, dim: int, batch: Batch) -> None:
-    """Labels of the output's own shape are probabilities of its classes, or something else altogether."""
+    """Labels of the output's own shape must be probabilities of its classes."""
     if not bool((labels >= 0).all()) or not bool(((labels.float().sum(dim) - 1).abs() < HALF_SUM).all()):
         raise InputError(
             f"the labels of {batch} do not sum to one over the classes, dimension {dim} of the output: are they "

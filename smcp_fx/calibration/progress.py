@@ -1,4 +1,4 @@
-"""How far work on batches is, told to the caller who waits for it."""
+"""The progress of work on batches, reported to a waiting caller."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Progress = Callable[[float], object]
 
 @dataclass(frozen=True)
 class Stretch:
-    """The part of the work from one share of it to another; tells nobody without a function to tell."""
+    """The part of the work from one share of it to another; reports nothing without a function."""
 
     tell: Progress | None
     start: float = 0.0
@@ -25,7 +25,7 @@ class Stretch:
             raise InputError(f"progress must be a function of the share that is done, not {self.tell!r}")
 
     def __call__(self, done: float) -> None:
-        """Tell that this share of the part is done."""
+        """Report that this share of the part is done."""
         if self.tell is not None:
             self.tell(self.at(done))
 

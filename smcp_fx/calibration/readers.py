@@ -1,4 +1,4 @@
-"""Layers that read free channels, and what they read and write while a model runs."""
+"""Layers that read free channels, and their inputs and outputs while a model runs."""
 
 from __future__ import annotations
 
@@ -43,18 +43,18 @@ class Run:
     product: Callable[[Tensor], Tensor]
 
 
-#: Sees a run; a tensor that it returns takes the output's place.
+#: Sees a run; may return a tensor to replace the output.
 See = Callable[[Run], "Tensor | None"]
 
 
 def readers_of(prepared: PreparedModel, graph: fx.GraphModule) -> tuple[list[Reader], dict[int, str]]:
-    """Return the readers in the order they run; of units that others read, the path of one that does."""
+    """Return the readers in the order they run, and for units with other readers the path of one."""
     nodes = {node.name: node for node in graph.graph.nodes}
     deployed = run_in_eval(graph.graph)
     readers, others = list[Reader](), dict[int, str]()
     for layer in masked_layers(prepared.channels):
         node, places = nodes.get(layer.node), prepared.smcp.places(layer.input_channels).cpu()
-        runs = node is not None and layer.node in deployed  # others train alone: their weights are fused
+        runs = node is not None and layer.node in deployed  # others only train: their weights are fused
         reader = _reader(graph, node, places) if node is not None and runs else None
         if reader is None:
             others.update(dict.fromkeys(places[places >= 0].tolist(), layer.node))
@@ -76,9 +76,9 @@ def _reader(graph: fx.GraphModule, node: fx.Node, places: Tensor) -> Reader | No
 
 @contextmanager
 def watching(model: nn.Module, readers: Sequence[Reader], see: See) -> Iterator[None]:
-    """Call ``see`` for each run of a reader's layer in the model, be it a module or a function.
+    """Call ``see`` for each run of a reader's layer in the model, a module or a function.
 
-    A module that runs several times has as many readers: its runs are told in turns.
+    A module that runs several times has as many readers, one for each of its runs in turn.
     """
     modules, functions = dict[nn.Module, list[Reader]](), dict[int, list[Reader]]()
     for reader in readers:

@@ -54,10 +54,10 @@ class Gram:
 
 @dataclass
 class Sums(Gram):
-    """Sums for a regression of y on x, in float64: of y, and of what is left by the weights before, r = y - x W0.
+    """Sums for a regression of y on x, in float64: of y, and of the residual of the weights before, r = y - x W0.
 
-    ``xr`` holds products by group, ``rr`` and ``yy`` all squares. Products of what is left keep their digits in
-    single precision, where those of y would not.
+    ``xr`` holds products by group, ``rr`` and ``yy`` all squares. Products of residuals keep their digits in single
+    precision; products of y would not.
     """
 
     y: Tensor = field(default_factory=lambda: torch.zeros(()))
@@ -225,7 +225,7 @@ def _products(rows: Tensor) -> Tensor:
 
 
 def _sum(rows: Tensor) -> Tensor:
-    """Return the sum over rows in float64, taken in their own type, as products are."""
+    """Return the sum over rows in float64, added in their own type, as products are."""
     return rows.sum(1, dtype=torch.promote_types(rows.dtype, torch.float32)).double()
 
 

@@ -1,4 +1,4 @@
-"""Closed-form repair: fits a sliced network to what the whole one computed."""
+"""Closed-form repair: fits a sliced network to the outputs of the whole one."""
 
 from __future__ import annotations
 
@@ -25,17 +25,17 @@ from smcp_fx.tracing.copying import sharing
 def repair(
     smaller: nn.Module, prepared: nn.Module, batches: Any, *, progress: Progress | None = None
 ) -> RepairReport:
-    """Fit a sliced network to what the whole one computed, in place, without labels or gradients.
+    """Fit a sliced network to the whole one's outputs, in place, without labels or gradients.
 
-    ``smaller`` is what `convert` makes of ``prepared`` in its present state. It is fitted to the network as it was
-    last trained: with every channel or, after steps under masks (`Pruner.step`), with those masks. So what learnt
-    under the masks that it has now stays as it is, and so does a layer that does not improve on held-out images. In
-    a model traced in parts, each region is fitted to what it computes in the whole model, and the Python between
-    them stays as it is.
+    ``smaller`` is made by `convert` of ``prepared`` in its present state. It is fitted to the network as it was last
+    trained: with every channel or, after steps under masks (`Pruner.step`), with those masks. So a network that was
+    trained under its present masks stays the same, and so does a layer that does not improve on held-out images. In
+    a model traced in parts, each region is fitted to its outputs in the whole model, and the Python between them
+    stays.
 
     Args:
         smaller: the converted model; it stays a plain one, and keeps its types and modes.
-        prepared: what it was converted from.
+        prepared: the model that it was converted from.
         batches: as for `recalibrate`; a few hundred images suffice. At most 2 GiB of activations are held at a time,
             so the first layers see fewer large images than the last.
         progress: called with the share that is done, 0 to 1, after each layer.
@@ -50,7 +50,7 @@ def repair(
         raise InputError(
             "smaller is not what convert makes of this prepared model with the masks it has now: convert it again"
         )
-    # Of a model that was traced in regions, their joined graph on the model's own tensors.
+    # For a model traced in regions: their joined graph, on the model's own tensors.
     one = fresh.module is fresh.graph
     graph = smaller if one else sharing(smaller, fresh.graph.graph)
     assert isinstance(graph, fx.GraphModule)
@@ -112,7 +112,7 @@ def _fitting(batches: Any, device: torch.device) -> list[Batch]:
 
 @contextmanager
 def _unless_it_fails(module: nn.Module) -> Iterator[None]:
-    """Parameters and buffers are as they were if what is done meanwhile fails."""
+    """Restore parameters and buffers if the code inside fails."""
     before = [(tensor, tensor.clone()) for tensor in (*module.parameters(), *module.buffers())]
     try:
         yield

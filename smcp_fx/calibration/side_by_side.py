@@ -89,7 +89,7 @@ class RepairReport:
 class Narrowed:
     """A smaller network: ``module``, which may hold Python, its graph (the same, or regions joined), its channels.
 
-    ``kept``: less the channels that it lacks; ``shared``: less those, too, that the whole network has no weights for.
+    ``kept``: labels without the removed channels; ``shared``: also without those that the whole network lacks.
     """
 
     module: nn.Module
@@ -99,7 +99,7 @@ class Narrowed:
 
 
 class SideBySide:
-    """The whole network and smaller ones over the same batches, of which more join as fewer bytes are held."""
+    """The whole network and smaller ones, run over the same batches; more batches join as values take fewer bytes."""
 
     def __init__(
         self, networks: Sequence[Narrowed], whole: fx.GraphModule, batches: list[Batch], rows: float
@@ -139,7 +139,7 @@ class SideBySide:
                 frontier.join(batch)
 
     def moments_of(self, norms: list[Normalisation]) -> Moments:
-        """Return the moments of what reaches these norms in the whole network."""
+        """Return the moments of these norms' inputs in the whole network."""
         name = norms[0].node.name
         if name not in self.moments:
             self.moments[name] = _moments(self.whole, norms)
@@ -177,12 +177,12 @@ class _Fit:
             self._norm(self.norms[node])
 
     def told(self) -> RepairReport:
-        """Return what was done."""
+        """Return the report."""
         layers = (*self.report, *(LayerRepair(path, left=why) for path, why in self.left.items()))
         return RepairReport(layers, tuple(self.set), self.beside.images)
 
     def _exact(self) -> set[fx.Node]:
-        """Return the nodes that compute what the whole network's do: no unit that only one of both has reaches them.
+        """Return the nodes that compute the same as in the whole network: they read no unit that either lacks.
 
         A layer or norm that is fitted in one of its uses changes in the others, too.
         """
@@ -213,7 +213,7 @@ class _Fit:
             changed.update(*fitted)
 
     def _unscaled(self, node: fx.Node) -> bool:
-        """Whether a node is no batch norm that batch-norm scalers have changed."""
+        """Whether batch-norm scalers left the node alone."""
         for norm in self.norms.get(node, ()):
             whole = self.beside.norms.get(norm.node.name)
             for mine, other in self._affine(norm, whole) if whole is not None else ():
@@ -222,14 +222,14 @@ class _Fit:
         return True
 
     def _affine(self, norm: Normalisation, whole: Normalisation) -> list[tuple[Tensor, Tensor]]:
-        """Return the norm's weight and bias, if it has them, each with what is left of the whole network's."""
+        """Return the norm's weight and bias, if it has them, each beside the kept ones of the whole network's."""
         pairs = ((norm.weight, whole.weight), (norm.bias, whole.bias))
         return [
             (mine, self._left(other, norm)) for mine, other in pairs if mine is not None and other is not None
         ]
 
     def _left(self, value: Tensor, norm: Normalisation) -> Tensor:
-        """Return what is left of one number for each channel of the whole network's norm."""
+        """Return the kept channels' values of the whole network's norm."""
         axis = self.kept.axis(self.kept.channels.trail.labels[norm.node.name])
         return value if axis is None else value.index_select(0, axis[1].to(value.device))
 

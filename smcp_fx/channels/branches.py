@@ -189,8 +189,8 @@ class Flow:
     def widest_cut_free(self, candidates: Iterable[int]) -> int:
         """As many of these groups as can keep nothing all at once, earlier ones first.
 
-        What leaves an output without an input is left out. Sets of groups that are connected as a whole are
-        taken as a whole; others are halved.
+        A group that would cut an output from an input is left out. A set of groups is taken whole if the network
+        stays connected without it, and halved otherwise.
         """
         chosen = 0
         stack = [list(candidates)]
@@ -235,7 +235,7 @@ class Branches:
             self.dead[group] = needed & ~_as_bits(flow.effective(flow.walk(zero)))
 
     def closed(self, counts: Mapping[str, int]) -> dict[str, int]:
-        """The counts, with 0 for removable groups that are useless beside the present zeros."""
+        """The counts, with 0 for each removable group that the present zeros make useless."""
         zero = self._closed(sum(1 << self._index[name] for name, count in counts.items() if count == 0))
         return {name: 0 if zero >> self._index[name] & 1 else count for name, count in counts.items()}
 

@@ -59,9 +59,9 @@ def computed_weights(
     *,
     cosines: bool = False,
 ) -> list[ComputedWeight]:
-    """Find them. ``transparent``: functions that may stand between a weight and its layer (masks).
+    """Find the computed weights. ``transparent``: functions that may stand between a weight and its layer (masks).
 
-    ``cosines``: also weights of cosines, with the norms of the channels that are kept now.
+    ``cosines``: include the weights of cosines, with the norms of the channels kept now.
     """
     passing = (*transparent, IN_PLACE_OF["normalize"], *BEFORE.values()) if cosines else transparent
     watching = _watching(module, passing)
@@ -127,7 +127,7 @@ def _constants(
 ) -> set[fx.Node]:
     """The nodes that follow from parameters and buffers only, are not random, and are not written into.
 
-    So do the buffers into which the nodes of ``watching`` write.
+    Buffers that the nodes of ``watching`` write into count as constant, too.
     """
     constants: set[fx.Node] = set()
     written = written_buffers(module) - set(watching.values())

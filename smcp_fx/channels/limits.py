@@ -38,7 +38,7 @@ def limit_widths(channels: ChannelGraph, widths: Iterable[str]) -> None:
 
 def _limit(channels: ChannelGraph, limit: WidthLimit, layer: Layer) -> bool:
     """Limit the groups of a layer's outputs; False if all outputs must stay."""
-    labels = torch.unique(layer.output_channels)  # a recurrent layer has each of them once a gate
+    labels = torch.unique(layer.output_channels)  # a recurrent layer repeats each output once a gate
     units = channels.units.of(labels)
     of = torch.where(units >= 0, channels.group_of_unit[units.clamp(min=0)], -1)
     indices, counts = (values.tolist() for values in torch.unique(of, return_counts=True))

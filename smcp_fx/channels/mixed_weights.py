@@ -83,7 +83,7 @@ class MixedWeight(Followed):
 
 
 class MixedWeights:
-    """Finds them in a traced module, by the layer that reads them.
+    """Finds the weights computed from the input, by the layer that reads them.
 
     ``computed``: nodes that compute a weight from parameters alone, and its name; ``apart``: other nodes that may
     read the tensors between; ``turned``: names of layers that mix positions, not channels.

@@ -1,4 +1,4 @@
-"""Which sizes follow the input: what holds for one size of the images must hold for others."""
+"""Which sizes follow the input, seen from a second run on other images."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from torch import fx
 
 
 class Sizes:
-    """Sizes in a traced network: its recorded ``values``, and the ``other`` ones, of a run with other images."""
+    """Sizes in a traced network: the ``values`` recorded on the example, and the ``other`` ones, on other images."""
 
     def __init__(self, module: fx.GraphModule, values: Mapping[str, Any], other: Mapping[str, Any]) -> None:
         self._nodes = module.graph.nodes
         self.values, self.other = values, other
 
     def follow_input(self, node: fx.Node, dim: int | None = None) -> bool:
-        """Does the dimension have another size for other images? Without ``dim``: does a number follow such sizes?"""
+        """Does the dimension's size change with the images? Without ``dim``: does the number depend on one?"""
         if dim is None:
             return node in self._numbers
         here, there = (getattr(values.get(node.name), "shape", ()) for values in (self.values, self.other))
@@ -37,7 +37,7 @@ class Sizes:
 
     @functools.cached_property
     def sides_differ(self) -> bool:
-        """Are the other images larger or smaller, and not only more?"""
+        """Do the other images differ in their sides, not in their number alone?"""
         inputs = [node for node in self._nodes if node.op == "placeholder"]
         ranks = [len(getattr(self.values[node.name], "shape", ())) for node in inputs]
         return any(

@@ -46,7 +46,7 @@ class WeightStatistics(Followed):
 def weight_statistics(
     module: fx.GraphModule, values: Mapping[str, Any], hidden: Collection[str], beside: Mapping[str, Dims]
 ) -> list[WeightStatistics]:
-    """Find these. ``hidden``: nodes that rules skip; ``beside``: weights whose layers are outside this graph."""
+    """Find them. ``hidden``: nodes that rules skip; ``beside``: weights whose layers are outside this graph."""
     names = canonical_names(module)
     reads: dict[str, list[fx.Node]] = {}
     for node in module.graph.nodes:

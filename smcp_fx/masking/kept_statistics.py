@@ -5,8 +5,8 @@
              norm = module_over_kept(module, mask, x)          total = kept.mean(1)
 
 A mask holds ones and zeros, and broadcasts against its tensor. If all channels are kept, each function gives what
-the plain operation does. Channels that are not kept are normalised by the statistics of the kept ones, so that the
-weights that read them still learn what they are worth.
+the plain operation does. Masked channels are normalised by the statistics of the kept ones, so that the weights
+that read them still learn their worth.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def highest_kept(x: Tensor, mask: Tensor) -> Tensor:
 
 
 def _filled(x: Tensor, mask: Tensor, value: float) -> Tensor:
-    """With 0 where no channel is kept: what a branch computes that is switched off must be finite."""
+    """Fill masked channels; with 0 if no channel is kept: a branch that is switched off must stay finite."""
     gone = mask == 0
     return x.masked_fill(gone, torch.where(gone.all(), 0.0, value).to(x.dtype))
 
@@ -71,7 +71,7 @@ def spread_kept(x: Tensor, mask: Tensor, dims: Sequence[int], correction: int) -
 
 
 def as_it_was(x: Tensor) -> Tensor:
-    """A copy of what is written into later, for the gradient of a mask."""
+    """A copy of a tensor that is overwritten later, for the gradient of a mask."""
     return x.clone()
 
 
@@ -164,7 +164,7 @@ def _normalised(
 
 
 def _typed(y: Tensor, x: Tensor, plain: Callable[[Tensor], Tensor]) -> Tensor:
-    """In the type that the plain operation gives: under autocast this is the device's own choice."""
+    """The result in the type of the plain operation, which the device chooses under autocast."""
     if y.dtype == x.dtype:
         return y
     return y.to(plain(x.new_ones(1, 2)).dtype if torch.is_autocast_enabled(x.device.type) else x.dtype)
@@ -224,12 +224,12 @@ def normalize_over_kept(
 
 
 def softmax_over_kept(mask: Tensor, input: Tensor, dim: int, *options: Any, **named: Any) -> Tensor:
-    """`F.softmax` over the kept channels; the others get what they would, and 1 at most."""
+    """`F.softmax` over the kept channels; masked ones get their exponentials over the kept ones' sum, 1 at most."""
     return log_softmax_over_kept(mask, input, dim, *options, **named).clamp(max=0).exp()
 
 
 def log_softmax_over_kept(mask: Tensor, input: Tensor, dim: int, *options: Any, **named: Any) -> Tensor:
-    """`F.log_softmax` over the kept channels. ``options``: as torch's functions take them; a type is used."""
+    """`F.log_softmax` over the kept channels. ``options``: as of torch's functions; a type is used."""
     asked = [one for one in (*options, named.get("dtype")) if isinstance(one, torch.dtype)]
     typed = input.to(asked[0]) if asked else input
     wide = typed.float() if typed.dtype in (torch.float16, torch.bfloat16) else typed
@@ -306,7 +306,7 @@ def module_over_kept(module: Any, mask: Tensor, input: Tensor) -> Tensor:
     return (log_softmax_over_kept if log else softmax_over_kept)(mask, input, module.dim)
 
 
-#: By the form that the channel graph gives a mix (`channels.trail.Mix`): what goes before the plain operation.
+#: By the form of a mix (`channels.trail.Mix`): the function that goes before the plain operation.
 BEFORE: dict[str, Callable[..., Tensor]] = {
     "zero": zero_kept,
     "mean": mean_kept,
@@ -315,7 +315,7 @@ BEFORE: dict[str, Callable[..., Tensor]] = {
     "one": one_kept,
     "spread": spread_kept,
 }
-#: By the name of the operation: what goes in its place.
+#: By the name of the operation: the function that replaces it.
 IN_PLACE_OF: dict[str, Callable[..., Tensor]] = {
     "layernorm": layer_norm_over_kept,
     "rmsnorm": rms_norm_over_kept,

@@ -34,7 +34,7 @@ class Mark:
 
 @dataclass(frozen=True)
 class Constant:
-    """Marks a `get_attr` of what a removed branch leaves: the value of the node ``of``, at the channels it had."""
+    """Marks a `get_attr` of the constant that a removed branch leaves: the value of the node ``of``."""
 
     of: str
 
@@ -81,8 +81,8 @@ class _DirectScale(torch.autograd.Function):
 def soft_mask(weight: Tensor, mask: Tensor) -> Tensor:
     """Return ``weight * mask``; the gradient goes straight through to all of ``weight`` (SMCP eq. 1, 2).
 
-    Masks of frozen weights take gradients instead: the sum of ``weight * gradient`` over each of their elements. It
-    is what the importance would get from the weight's own gradient.
+    Masks of frozen weights take gradients instead: the sum of ``weight * gradient`` over each of their elements,
+    which the importance would compute from the weight's own gradient.
     """
     return _StraightThrough.apply(weight, _for_each_image(mask, weight))  # type: ignore[no-any-return]
 
@@ -94,10 +94,10 @@ def hard_mask(weight: Tensor, mask: Tensor) -> Tensor:
 
 
 def computed_mask(weight: Tensor, mask: Tensor) -> Tensor:
-    """Return ``weight * mask``, for a weight that is computed: what computes it hears of the kept channels alone.
+    """Return ``weight * mask`` for a computed weight, whose computation gets the kept channels' gradient alone.
 
-    Straight through, a norm's scale or a router would follow what masked channels would do, and the kept ones with
-    it (docs/explanations/experiments.md). The mask's own gradient is as for a frozen weight: see `soft_mask`.
+    With straight-through gradients, masked channels would move a norm's scale or a router, which the kept ones share
+    (docs/explanations/experiments.md). The mask's own gradient is as for a frozen weight: see `soft_mask`.
     """
     return weight * _for_each_image(mask, weight).to(weight.dtype)
 

@@ -9,12 +9,12 @@ that it was called with. The code between them stays Python.
                       └──────────┘             └──────┘
 
 For the channel graph, costs and passes all calls of all regions are one graph (`joining`). A region that is called
-five times is there five times, with its weights tied like any shared module's, and counts five times in the cost.
+five times is in it five times, with its weights tied like any shared module's, and counts five times in the cost.
 Some tensors go straight from one region into the next: in the example run, Python did nothing with them but ask for
-their size. There the two graphs are joined, and channels may go. So they may where Python hands maps to a module
-that cuts boxes out of them, if the result goes straight into a region (`carriers`). Every other tensor that enters
-or leaves a region is pinned, with the reason. When the model runs, its own code calls each region as before, and
-the region's graph runs in place of its module's forward (`running`).
+their size. There the two graphs are joined, and channels may go. The same holds if Python hands maps to a module that
+cuts boxes out of them, and the result goes straight into a region (`carriers`). Every other tensor that enters or
+leaves a region is pinned, with the reason. When the model runs, its own code calls each region as before, and the
+region's graph runs in place of its module's forward (`running`).
 
 Two assumptions: every call of a region has the argument structure of the example (else an `InputError` names the
 region), and Python code that the example run did not reach reads no tensor that went straight from one region to the

@@ -1,9 +1,9 @@
-"""Modules that stay Python between regions, of which it is known that they keep channels apart.
+"""Modules that stay Python between regions, and keep channels apart.
 
     backbone ─ maps ─► MultiScaleRoIAlign ─ pooled ─► box head
 
-They cut and resize feature maps, each channel like any other, by boxes that Python works out. So the pooled channels
-go with those of the maps, although no graph holds what happens between.
+They cut and resize all channels of feature maps alike, by boxes that Python works out. So the pooled channels go with
+those of the maps, although no graph holds the module.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _POOLING = {
 
 @dataclass
 class Carrier:
-    """One call of such a module: the maps that it read, as they were then, and what it returned."""
+    """One call of such a module: the maps that it read, their versions then, and its result."""
 
     path: str
     nth: int

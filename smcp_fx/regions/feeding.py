@@ -18,7 +18,7 @@ def joined_inputs(
 ) -> tuple[Tensor, ...]:
     """Run a model whose regions are graphs, and return the tensors for the joined graph's placeholders, in order.
 
-    Raises `InputError` if the regions are called in another way than in the example that the model was traced with.
+    Raises `InputError` if the regions are called in another way than in the example.
     """
     forms = {region.path: region.form for region in joined.regions}
     modules = {path: model.get_submodule(path) for path in forms}

@@ -86,7 +86,7 @@ def find_regions(
 ) -> Split:
     """Split a model that cannot be traced as a whole; ``why`` is the error.
 
-    Modules named in ``leaves`` stay as they are, and so do those without weights of two or more dimensions, as they
+    Modules named in ``leaves`` stay as they are, and so do modules without a weight of two or more dimensions, which
     hold nothing to prune. The model is run once per level of the module tree, in eval mode.
     """
     stopped = {"": why}
@@ -123,7 +123,7 @@ def _has_weights(module: nn.Module) -> bool:
 
 
 def _unshared(model: nn.Module, regions: dict[str, Region], stopped: dict[str, str]) -> Iterator[Region]:
-    """The regions that share no weights with modules outside of them, which could not be sliced."""
+    """The regions without weights that modules outside share: such weights could not be sliced."""
     owners: dict[int, set[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         home = next((path for path in regions if name.startswith(path + ".")), "")

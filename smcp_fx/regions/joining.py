@@ -29,7 +29,7 @@ def join_regions(model: nn.Module, inputs: tuple[Any, ...], split: Split) -> tup
     different from the calls.
     """
     wiring = observe(model, inputs, split.regions)
-    if wiring.bared:  # sliced weights would not fit what Python does with them
+    if wiring.bared:  # Python reads these weights at full size
         why = "code that was not traced reads its weights"
         rest = tuple(region for region in split.regions if region.path not in wiring.bared)
         stopped = split.stopped | {path: f"{path!r}: {why}" for path in sorted(wiring.bared)}
@@ -91,7 +91,7 @@ class _Graph:
         with_branches(self.graph)
 
     def _carried(self, start: fx.Node, source: Source, ends: list[list[Any]]) -> fx.Node:
-        """Return the input, or what tells that its channels are those of other calls' outputs."""
+        """Return the input, or a node that gives it the channels of other calls' outputs."""
         if not source.maps:
             return start
         maps = [ends[call][place] for call, place in source.maps]

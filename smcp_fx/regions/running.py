@@ -71,7 +71,7 @@ class RegionForward:
                 "Prepare the model with example inputs for which it is called in this way, or with "
                 f"leaves=[{self.path!r}]."
             )
-        if self.busy:  # the graph of a layer with another weight calls the layer, and means its own forward
+        if self.busy:  # the graph of a layer calls the layer itself, with another weight
             plain = self.owner.get_submodule(self.path)
             return type(plain).forward(plain, *args, **kwargs)
         self.module.training = self.owner.training
@@ -101,7 +101,7 @@ class RegionForward:
         self._set(kept, rebuilt(nodes))
 
     def _kept(self) -> dict[str, Any]:
-        """Everything but the graph, with the owner's tables, which a copy's owner may only get later."""
+        """All attributes but the graph, with the owner's tables, which a copy's owner may get later only."""
         rest = {name: value for name, value in vars(self).items() if name not in ("module", "busy")}
         return {**rest, "tables": {table: self.owner.__dict__[table] for table in TABLES}}
 
@@ -178,7 +178,7 @@ def _extract(graph: fx.Graph, joined: Joined, index: int) -> fx.Graph:
 
 
 def _reaching(ends: list[Any], ours: dict[fx.Node, fx.Node]) -> Iterator[fx.Node]:
-    """The nodes that these depend on, as far back as the known ones."""
+    """The nodes that ``ends`` depend on, back to ``ours``."""
     seen: set[fx.Node] = set(ours)
     stack = [node for node in ends if isinstance(node, fx.Node)]
     while stack:

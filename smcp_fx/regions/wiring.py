@@ -115,7 +115,7 @@ def observe(model: nn.Module, inputs: tuple[Any, ...], regions: tuple[Region, ..
     """
     calls, watcher = _run(model, inputs, regions)
     bared = _bared(model, regions, watcher)
-    with unchanged(model):  # some models want targets in train(), and inference code may refuse gradients
+    with unchanged(model):  # some models need targets in train(), and inference code may refuse gradients
         as_trained = _tried(model, inputs, regions, training=True, gradients=True)
         trained = as_trained or _tried(model, inputs, regions, training=True)
         live = as_trained or _tried(model, inputs, regions, gradients=True)
@@ -134,7 +134,7 @@ def observe(model: nn.Module, inputs: tuple[Any, ...], regions: tuple[Region, ..
     numbers = {id(call): index for index, call in enumerate(calls)}
     for call in calls:
         seen = read[_key(call)] | also.get(_key(call), set())
-        if call.region.output is None:  # it returns other tensors in train mode, of which nothing is known
+        if call.region.output is None:  # it returns unknown other tensors in train mode
             seen = set(range(len(call.outputs)))
         places.append(frozenset(seen))
         origins = []
@@ -149,14 +149,14 @@ def observe(model: nn.Module, inputs: tuple[Any, ...], regions: tuple[Region, ..
             produced[id(tensor)] = (numbers[id(call)], place)
     used = {(source.call, source.place) for origins in sources for source in origins}
     used |= {end for origins in sources for source in origins for end in source.maps}
-    for index, call in enumerate(calls):  # what no call took may be read by code that did not run
+    for index, call in enumerate(calls):  # code that did not run may read an output that no call took
         idle = {place for place in range(len(call.outputs)) if (index, place) not in used}
         places[index] = places[index] | idle
     return Wiring(tuple(calls), tuple(sources), tuple(places), frozenset(bared), frozenset(frozen))
 
 
 def _carried(runs: list[tuple[list[Passage], _Watcher]]) -> dict[int, Carrier]:
-    """Return the carriers' calls of the first run by the id of what they returned, if nothing but regions reads that.
+    """Return the carriers' calls of the first run by the id of their results, if only regions read these.
 
     The maps of other calls are noted as read by Python.
     """
@@ -185,7 +185,7 @@ def _carried(runs: list[tuple[list[Passage], _Watcher]]) -> dict[int, Carrier]:
 def _maps(
     carrier: Carrier | None, version: int, produced: dict[int, tuple[int, int]]
 ) -> tuple[tuple[int, int], ...]:
-    """Return which outputs of calls a carrier has read, if what it returned is as it was then."""
+    """Return which outputs of calls a carrier has read, if its result is unchanged since."""
     if carrier is None or carrier.pooled is None or _version(carrier.pooled) != version:
         return ()
     return tuple(produced[id(one)] for one in carrier.maps)
@@ -298,7 +298,7 @@ def _run(
 
 
 def _note_gradients(calls: list[Passage], result: Any) -> None:
-    """Note which calls get gradients from what the model returned in training."""
+    """Note which calls get gradients from the model's outputs in training."""
     ends = [leaf for leaf in pytree.tree_leaves(plain(result)) if _learns(leaf)]
     made = [(call, tensor) for call in calls for tensor in call.outputs if _learns(tensor)]
     if not ends or not made:

@@ -1,6 +1,6 @@
 """The attributes of modules, and the values that forward assigns to them during a trace.
 
-self.mean = self.mean.type_as(x)      the attribute is the traced tensor for the rest of the call, and no longer
+self.mean = self.mean.type_as(x)      the attribute is the traced tensor until the call ends
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def refuse_state(module: nn.Module) -> None:
 
 @dataclass(frozen=True)
 class _Held:
-    """A module's attributes, and the content of lists and dicts, to which forward may add; many are empty."""
+    """A module's attributes, and the content of its lists and dicts; many are empty."""
 
     module: nn.Module
     attributes: dict[str, Any]
@@ -77,8 +77,8 @@ class _Held:
     def restore(self, constants: bool) -> None:
         """Undo the changes of a traced forward to the module: a cache would hold proxies now.
 
-        The ``constants`` that the tracer adds stay: the graph reads them. A list or dict that forward has put in the
-        place of another stays as it is, since forward may have returned it.
+        The ``constants`` that the tracer adds stay: the graph reads them. A list or dict that forward has assigned
+        stays as it is, since forward may have returned it.
         """
         now = vars(self.module)
         if not _same(now, self.attributes):
@@ -159,8 +159,8 @@ def may_be_initialised(model: nn.Module) -> Iterator[Tensor]:
 class Assignments:
     """While it is entered, forward may assign computed tensors to buffers.
 
-    The value goes into the module's dict, where it shadows the buffer; whoever traces removes it again. A graph that
-    is `finished` writes it into the buffer at the end: until then, who read what the buffer held reads it still.
+    The value goes into the module's dict, where it shadows the buffer; the tracer removes it again. A `finished`
+    graph writes it into the buffer at the end, so that earlier readers still see the old values.
     ``assigned`` is called at every other assignment.
     """
 

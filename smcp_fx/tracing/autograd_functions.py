@@ -1,11 +1,11 @@
-"""Calls of `torch.autograd.Function` stay calls, which keeps their own backward, unless it is autograd's anyway.
+"""Calls of `torch.autograd.Function` stay calls and keep their own backward, unless autograd's gives the same.
 
     Reverse.apply(x)   is one call in the graph; traced through, it would be what autograd makes of its forward
 
-What such a call does with channels is unknown, and what it reads and returns is pinned, unless its forward works on
-each value alone.
+What such a call does with channels is unknown, so its operands and results are pinned, unless its forward is
+element-wise.
 
-Functions that `torch.jit.script` compiled are traced through: they keep the Python they were made of.
+Functions compiled by `torch.jit.script` are traced through, by the Python that they were compiled from.
 `Variable(x)` is x.
 """
 
@@ -30,8 +30,8 @@ from smcp_fx.tracing.plain_functions import forward_of_function, is_plain_functi
 def functions_kept(tracer: Any) -> Iterator[None]:
     """While it is entered, functions of autograd that are applied to proxies become nodes.
 
-    So do those whose `apply` was bound before (`swish = Swish.apply`). That is code in C, which looks up two
-    attributes: the class of the backward, while gradients are as the model has set them, then the forward.
+    So do functions whose `apply` was bound before (`swish = Swish.apply`). That C code looks up two attributes:
+    first the backward's class, while gradients are as the model has set them, then the forward.
     """
     gradients = [True]
 

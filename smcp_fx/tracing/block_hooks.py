@@ -1,13 +1,13 @@
 """Hooks on blocks whose forward a graph holds.
 
-A graph calls layers. Of a block around them it holds the operations alone, so that PyTorch never calls the block, nor
-hooks on it. While a block has hooks, its operations run as a call of the block:
+A graph calls layers. It holds a block's operations, but never calls the block, nor hooks on it. While a block has
+hooks, its operations run as a call of the block:
 
     before   a = conv(x);  b = relu(a);  y = b + x               (all made in `layer1`)
     after    y = layer1(x)                                        (its forward: these operations)
 
 The tracer notes each call (`note_call`) on the first node that it returned, and numbers the nodes that calls take and
-return: what rewrites put in a node's place has its notes.
+return. Rewrites copy these notes to the nodes that replace others.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from smcp_fx.tracing.trees import leaves_of
 
 #: In a node's meta: the calls of modules that returned it, by their keys in ``nn_module_stack``.
 _CALLS = "smcp_calls"
-#: In a node's meta: its numbers, one of each trace that made it; no two traces have one in common.
+#: In a node's meta: its numbers, one from each trace that made it; traces share no numbers.
 _NUMBERS = "smcp_numbers"
 _COUNT = count()
 _STACK = "nn_module_stack"
@@ -149,7 +149,7 @@ class CalledWithHooks(nn.Module):
     """A graph module whose calls run the hooks of blocks that the graph holds."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """As usual, with a warning for hooks that cannot run, as those on blocks under torch.compile or export."""
+        """Run the graph; warn of hooks that cannot run, such as hooks on blocks under torch.compile or export."""
         if torch.compiler.is_compiling():
             self._tell_of_hooks()
             return super().__call__(*args, **kwargs)

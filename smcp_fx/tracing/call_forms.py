@@ -1,8 +1,8 @@
-"""Calls of a model that leave out optional arguments of the example: traced too, and part of the same graph.
+"""Calls without optional arguments of the example: they are traced, too, into the same graph.
 
     forward(self, x, targets=None)      example (x, targets)      also traced: (x)
 
-A graph runs the operations of the call that it gets: its flag `left_out` tells them apart, as `training` does modes.
+The flag `left_out` chooses the operations of a call, as `training` chooses those of a mode.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch import Tensor, fx, nn
 from smcp_fx.tracing.example_runs import run_eager
 from smcp_fx.tracing.modes import form_key, is_by_mode, left_out
 
-#: Of more arguments than this, only all together may be left out.
+#: With more optional arguments than this, only the call without all of them is traced.
 _MOST = 2
 
 
@@ -84,7 +84,7 @@ def forms_of(model: nn.Module, inputs: tuple[Any, ...]) -> tuple[Form, ...]:
 def may_pin(graph: fx.Graph) -> bool:
     """May calls that leave out arguments need channels that the example's call does not?
 
-    Not where they run a part of its operations, and return a part of its tensors.
+    They do not if they run a subset of its operations and return a subset of its tensors.
     """
     for node in graph.nodes:
         if not (is_by_mode(node) and node.args[0].target is left_out and node.users):

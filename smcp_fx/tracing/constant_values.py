@@ -34,7 +34,7 @@ def computed_value(
 ) -> Any:
     """The value of the last of these nodes in eval mode. They only read parameters, and write nothing.
 
-    ``given``: values to take in the place of what some of the nodes read.
+    ``replaced``: values to use in place of what these nodes read.
     """
     values: dict[fx.Node, Any] = {}
     for node in nodes:

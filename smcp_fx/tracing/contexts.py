@@ -4,13 +4,13 @@
                  f = self.back(x)                      detach = f.detach()
              return self.head(f)                       return self.head(detach)
 
-Tracing enters the contexts, so autograd's mode can be read when each node is made, however it was set. What is made
-without gradients and read with gradients is detached in between: same numbers, same gradients, None where there are
-none. Layers inside are pinned, since no gradient says what their channels are worth.
+Tracing enters the contexts, so autograd's mode can be read when each node is made, however it was set. A tensor made
+without gradients and read with gradients is detached in between, which keeps all numbers and gradients. Layers inside
+are pinned, since no gradient measures their channels.
 
-Where autocast is switched off, the nodes are noted, and the graph's code switches it off around them. Where it is
-switched on it chooses a precision for each operation, so that masked and sliced differ by rounding: a module that
-does so is called as it is or, if it holds most of the model, split into regions whose Python enters it as before.
+Where a forward switches autocast off, the graph's code switches it off around the same nodes. Where a module
+switches it on, each operation gets its own precision, and the masked network would differ from the sliced one by
+rounding: the module stays a call or, if it holds most of the model, is split into regions.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class Contexts:
         self.path = ""  # of the module whose forward runs
         self.autocast: set[str] = set()
         self._entered: list[tuple[str, bool]] = []
-        self._plain = False  # does switching gradients off have no effect?
+        self._plain = False  # switching gradients off has no effect
         self._thread = threading.get_ident()
 
     @property
@@ -85,7 +85,7 @@ class Contexts:
 
     @contextmanager
     def with_gradients(self) -> Iterator[None]:
-        """Nodes made inside have gradients, even if code inside switches them off, unless they are off already."""
+        """Nodes made inside have gradients, even if code inside switches them off; not if they are off already."""
         before, self._plain = self._plain, self._plain or torch.is_grad_enabled()
         try:
             yield
@@ -123,7 +123,7 @@ class Contexts:
 
 
 def same_gradients(node: fx.Node, others: Iterable[fx.Node]) -> None:
-    """A node that stands for these runs without gradients where all of them do."""
+    """Let a node that replaces these run without gradients if all of them do."""
     node.meta.pop(NO_GRAD, None)
     node.meta |= {NO_GRAD: True} if all(NO_GRAD in other.meta for other in others) else {}
 
@@ -149,7 +149,7 @@ def detach_frozen(
     """Detach tensors made without gradients, if nodes with gradients read them.
 
     ``values`` are those of the nodes; ``run`` calls a function on the example inputs, the model in eval mode.
-    Raises `TraceError` for an operation in there that writes into a tensor which has gradients.
+    Raises `TraceError` for an operation without gradients that writes into a tensor with gradients.
     """
     graph = traced.graph
     frozen = set(without_gradients(graph))
@@ -196,7 +196,7 @@ def without_gradients(graph: fx.Graph) -> list[fx.Node]:
 
 
 def pin_before_detached(traced: fx.GraphModule) -> None:
-    """Pin layers whose outputs are only read through ``detach()``: they get no gradient either."""
+    """Pin layers whose outputs are only read through ``detach()``: they get no gradient, either."""
     nodes = list(traced.graph.nodes)
     cuts = [node for node in nodes if _detaches(node)]
     if not cuts:
@@ -225,7 +225,7 @@ def _writes(node: fx.Node, traced: fx.GraphModule) -> bool:
 
 
 def _before(ends: list[fx.Node]) -> set[fx.Node]:
-    """The nodes that these are computed from, back to detached ones."""
+    """The nodes that ``ends`` are computed from, back to detached ones."""
     nodes: set[fx.Node] = set()
     todo = [source for end in ends for source in end.all_input_nodes]
     while todo:
@@ -237,7 +237,7 @@ def _before(ends: list[fx.Node]) -> set[fx.Node]:
 
 
 def pin_layers(module: nn.Module, nodes: Iterable[fx.Node]) -> None:
-    """Mark those of these nodes without gradients that read weights: if they are layers, their channels stay."""
+    """Mark the nodes without gradients that read weights: if they are layers, their channels stay."""
     for node in nodes:
         if node.op == "call_module":
             weights = list(module.get_submodule(str(node.target)).parameters())

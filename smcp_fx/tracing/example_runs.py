@@ -66,7 +66,7 @@ class Recorder(ModeInterpreter):
 def record(module: fx.GraphModule, inputs: tuple[Any, ...]) -> tuple[Any, dict[str, Any], dict[str, int]]:
     """Run a graph in eval mode; return its output, and the values and work of its nodes, as `Traced` holds them.
 
-    What only training runs is run, too, for its values; buffers and the random generator are as they were.
+    Operations of training alone run, too, for their values; buffers and the random generator are restored.
     """
     recorder, output = Recorder(module, False), None
 
@@ -90,7 +90,7 @@ def in_all_modes(
 ) -> dict[str, Any]:
     """The values of all nodes: of those that eval mode runs by ``run({})``, then in the modes that run the others.
 
-    ``when`` says which modes run a node; the values of what none of them runs are None.
+    ``when`` says which modes run a node; a node that no mode runs has the value None.
     """
     values = run({})
     if all(condition == ALWAYS for condition in when.values()):
@@ -129,7 +129,7 @@ def _as_before(module: nn.Module) -> Iterator[None]:
 
 
 def outputs_of_modules(model: nn.Module, inputs: tuple[Any, ...]) -> dict[str, Any]:
-    """What each module of the model returns, by its path, in an example run in eval mode; of its first call."""
+    """What the first call of each module returns in eval mode, by the module's path."""
     outputs: dict[str, Any] = {}
 
     def note(path: str, output: Any) -> None:

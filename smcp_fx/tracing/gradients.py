@@ -1,6 +1,6 @@
 """Models that ask whether gradients are kept: `if x.requires_grad: x = checkpoint(block, x)`.
 
-A graph does not ask. The model is traced with either answer; if both give the same graph, the question does not
+A graph cannot ask. The model is traced with each answer; if both give the same graph, the question does not
 matter. Checkpointed parts are traced as if they were called: they compute the same, without saving memory.
 """
 

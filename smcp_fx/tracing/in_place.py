@@ -2,8 +2,8 @@
 
     before   b = a; b += 1; return a + b      after   add = a + 1; return add + add
 
-It stays a write if it changes an input, a view that is read later, or what may be another tensor in the other mode or
-type (`b = drop(a)`).
+It stays a write if it changes an input, a view that is read later, or a tensor that may be another one in the other
+mode or type (`b = drop(a)`).
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _NUMBERS = {"getattr", "getitem", "size", "dim", "numel", "len", "ndimension", "
 
 
 def is_tensor_for_sure(node: fx.Node) -> bool:
-    """Whether the operation alone shows that it is a tensor. (For sizes and the like, look at the value.)"""
+    """Does the operation alone show that the result is a tensor?"""
     node = unmarked(node)
     if node.op == "call_module":
         return True
@@ -67,7 +67,7 @@ def drop_releases(graph: fx.Graph) -> None:
 
 
 def settle_in_place(graph: fx.Graph, model: nn.Module, value: Callable[[fx.Node], Any]) -> None:
-    """Turn `+=` and similar writes into new tensors, if that is the same for all later readers.
+    """Turn `+=` and similar writes into new tensors, if all later readers see the same.
 
     ``value`` gives a traced node's value on the example.
     """

@@ -1,4 +1,4 @@
-"""Results of operations that run as Python code where tensors have no values, told from shapes and types.
+"""Results computed from shapes and types alone, for operations that are slow on tensors without values.
 
 While a model is traced, values are fake tensors, which go through Python at each operation. A graph at another size
 runs on the meta device, where torch decomposes some layers.
@@ -21,7 +21,7 @@ _ARITHMETIC = frozenset("add div dropout gelu mul relu sigmoid silu stochasticde
 #: Operations on one tensor, and its weight.
 _LAYERS = frozenset("batchnorm groupnorm layernorm linear roll softmax".split())
 _ATTENTION = "scaleddotproductattention"
-#: Beside movements and joins, what the meta device runs fast, and fake tensors do not.
+#: Operations that the meta device runs fast, and fake tensors do not; beside movements and joins.
 _FAST = frozenset("bmm matmul mm pad".split())
 
 
@@ -77,7 +77,7 @@ def _layer(name: str | None, module: nn.Module | None, x: Tensor, args: Any) -> 
 
 
 def of_fake_tensors(node: fx.Node, module: nn.Module | None, args: Any, kwargs: Any) -> Any:
-    """The same for fake tensors of one device. They are plain ones on the meta device meanwhile, which also move."""
+    """The same for fake tensors of one device: movements run, too, on plain tensors on the meta device."""
     name = operation_name(node, module)
     moves = module is None and (has(name, Trait.MOVES | Trait.JOINS) or name in _FAST)
     if not (moves or name in _ARITHMETIC or name in _LAYERS) or _writes(node, kwargs):

@@ -1,4 +1,4 @@
-"""Is the number of parts of `split`, `unbind` and similar operations fixed by the model, or by the example's sizes?
+"""Which sizes the model fixes, and the number of parts of `split` and `unbind` with them, as far as its code tells.
 
 q, k, v = qkv.reshape(b, n, 3, h, d).permute(2, 0, 3, 1, 4).unbind(0)     three, whatever the input
 for tile in x.split(8, dim=3)                                             as many as the width holds
@@ -30,10 +30,10 @@ _WITH_KERNELS = {getattr(F, f"conv{form}{rank}d") for form in ("", "_transpose")
 _CONVOLUTIONS = {f"conv{rank}d" for rank in (1, 2, 3)} | {f"convtranspose{rank}d" for rank in (1, 2, 3)}
 
 
-class Sizes:
+class FixedSizes:
     """The sizes of a traced graph that come from the model's code or parameters, so that no input changes them.
 
-    ``value`` tells nodes' values on the example; ``written`` what nodes were written into, and are as large as.
+    ``value`` gives a node's value on the example; ``written`` maps a node to the tensor of its size that it replaces.
     """
 
     def __init__(
@@ -59,7 +59,7 @@ class Sizes:
         return not self.is_fixed(_source(node), self._dim(node))
 
     def number_of_parts(self, node: fx.Node, proxy: Callable[[fx.Node], Any]) -> Any:
-        """The number of parts that such a node gives, as a number of the graph (``proxy`` makes a node's proxy)."""
+        """The number of parts of such a node, as a number of the graph (``proxy`` makes a node's proxy)."""
         size = proxy(_source(node)).size(self._dim(node))
         name, asked = self._name(node), _asked(node)
         if name == "unbind":
@@ -223,8 +223,8 @@ class Sizes:
         return (operation_of(self.model, node) if node.op.startswith("call_") else None) or ""
 
 
-def write_out_kernels(graph: fx.Graph, sizes: Sizes) -> None:
-    """The model's own kernels, repeated for as many channels as there are: as many as the model has, at any input.
+def write_out_kernels(graph: fx.Graph, sizes: FixedSizes) -> None:
+    """Write out how often a constant kernel is repeated, if the model alone decides that.
 
     before   conv2d(x, kernel.repeat(x.shape[1], 1, 1, 1))      after   conv2d(x, kernel.repeat(16, 1, 1, 1))
     """

@@ -1,7 +1,7 @@
 """One graph from the traces of a model in several modes of its modules.
 
-An operation is there once, whether all or some of the traces run it. Where the traces give it different arguments, a
-flag or `by_mode` nodes choose one by the decisions made before (`smcp_fx.tracing.mode_paths`), in their order.
+The graph holds each operation once, whether all or some of the traces run it. If the traces give it different
+arguments, a flag or `by_mode` nodes choose one, by the decisions made before (`smcp_fx.tracing.mode_paths`) in order.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from smcp_fx.tracing.values import FROZEN, OPAQUE
 
 
 class UnexplainedError(Exception):
-    """Traces differ, and no earlier decision explains it; ``paths``: modules that may be the cause."""
+    """Traces differ, and no earlier decision explains why; ``paths``: modules that may be the cause."""
 
     def __init__(self, paths: set[str]) -> None:
         super().__init__(paths)
@@ -73,8 +73,8 @@ def merged(
 ) -> fx.Graph:
     """Merge the traces into the first one's graph; ``values`` gives those of a trace's nodes, where they are needed.
 
-    ``forms``: the calls that leave out arguments, of which there are traces, too.
-    Raises `UnexplainedError`, with all graphs as they were, where what decided is not known.
+    ``forms``: the calls without optional arguments that were traced, too.
+    Raises `UnexplainedError`, with all graphs as they were, if no decision explains a difference.
     """
     steps = in_steps(model, traces, paths, values)
     try:
@@ -98,7 +98,7 @@ class _Chooser:
         self._step_of = {node: index for index, step in enumerate(steps) for node in step.nodes.values()}
 
     def choose(self) -> dict[_Returned, Any]:
-        """Choose; returns the values that frames returned."""
+        """Choose each step's arguments; return the values that frames returned."""
         for step in self.steps:
             if len({structure(node) for node in step.nodes.values()}) > 1:  # outputs of several structures
                 step.chosen[_ALL] = self._chosen(step, [self._all(t, node) for t, node in step.nodes.items()])
@@ -296,7 +296,7 @@ class _Writer:
     def _keep_effects(self) -> None:
         """Keep a mode's effects, even without readers: a batch norm counts, a random number is drawn."""
         step_of = {step.made: step for step in self.steps}
-        # What runs in each trace, as it is told so far.
+        # The nodes that each trace needs, as far as known.
         runs: list[set[fx.Node]] = [set() for _ in self.traces]
         for node in reversed(list(self.graph.nodes)):
             step = step_of.get(node)
@@ -323,7 +323,7 @@ class _Writer:
         self._check()
 
     def _for_its_effect(self, node: fx.Node, step: Step) -> None:
-        """Record the modes in which a node runs that has no reader in some of them."""
+        """Record the modes in which a node runs although it has no reader there."""
         cases = [self.paths.of(self.traces[number], made) for number, made in step.nodes.items()]
         flag, *sides = self._when(node, cases)
         self._chosen_after(node, node, flag, sides)
@@ -383,7 +383,7 @@ class _Writer:
 
 
 def _of_a_choice(node: fx.Node) -> dict[str, Any]:
-    """The notes of a choice: it has gradients and is not opaque, whatever it chooses between."""
+    """The notes of a choice: it has gradients and is not opaque, whichever nodes it chooses between."""
     return {key: value for key, value in node.meta.items() if key not in (NO_GRAD, OPAQUE, FROZEN)}
 
 

@@ -1,6 +1,6 @@
 """The modes in which a model must be traced, so that every combination of its modules' modes is covered.
 
-A forward that reads `training` of a module takes one of two ways, on which it may read that of other modules. The
+A forward that reads `training` of a module takes one of two ways, and may read `training` of other modules on it. The
 model is traced in eval and in train mode. If a frame (`smcp_fx.tracing.mode_reads`) made a decision after others, of
 its own or of its callers, and no trace took the other way, the model is traced again in modes that take it; one
 trace takes all such ways that are compatible. A frame's decisions concern only the frame, unless it returns another
@@ -25,7 +25,7 @@ from smcp_fx.tracing.sentences import listed_paths
 Path = tuple[tuple[str, bool], ...]
 #: Modes of all modules, by path.
 Modes = Mapping[str, bool]
-#: A model is traced in at most so many modes; if that is not enough, modules that decide together must be in one
+#: A model is traced in at most this many modes; beyond that, modules that decide together must be in one
 #: mode. Chosen, not measured.
 _MOST = 24
 
@@ -34,7 +34,7 @@ _MOST = 24
 class ModeTrace:
     """A model's graph in these modes of its modules, and the reads of the modes.
 
-    ``values`` are its nodes' on the example inputs, where graphs have to be told apart.
+    ``values``: those of its nodes on the example inputs, if they are needed to compare graphs.
     """
 
     graph: fx.Graph
@@ -45,20 +45,20 @@ class ModeTrace:
 
 
 class FormsError(TraceError):
-    """The modes are only known for one form of calls: arguments cannot be left out as well."""
+    """Modes must be coupled, which works for one form of calls only: no arguments may be left out."""
 
 
 class Paths:
     """The decisions behind each node of the traces.
 
-    ``leaking``: modules whose decisions count as their callers', too; ``together``: modules that have to be in the
-    mode of another, which stands for them.
+    ``leaking``: modules whose decisions count as their callers', too; ``together``: for each coupled module, the one
+    whose mode it must be in.
     """
 
     def __init__(self) -> None:
         self.leaking: set[str] = set()
         self.together: dict[str, str] = {}
-        self.by_train = False  # does what `train()` itself sets decide, behind all flags that are read?
+        self.by_train = False  # the argument of `train()` itself decides, beyond all flags that are read
         self._decisions: dict[tuple[int, int], list[tuple[int, str, bool]]] = {}
         self._calls: dict[int, list[Any]] = {}
 

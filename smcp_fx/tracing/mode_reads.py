@@ -1,7 +1,7 @@
 """The reads of modules' `training` in a forward: the log of one trace.
 
 Each call of a module is a frame. A read belongs to the frame whose forward reads. A node, or a call of another frame,
-depends on what its frame has read so far. What a frame returned is marked while the trace goes on:
+depends on what its frame has read so far. The result of a frame is marked during the trace:
 
     before   y = self.drop(h)                 after    y = passed(x), where x is what drop's frame returned
 """
@@ -24,7 +24,7 @@ from smcp_fx.tracing.values import LINE
 #: In a node's meta: the frame that made it, and when.
 FRAME = "smcp_frame"
 #: By an argument's place among the leaves: the node, and the frames that returned it, the last first, each with the
-#: place of the value among what it returned.
+#: value's place in its result.
 VIA = "smcp_via"
 _RETURNED_BY = "smcp_returned_by"
 
@@ -38,7 +38,7 @@ class Frame:
     entered: int
     left: int = 0
     reads: list[tuple[int, str, bool]] = field(default_factory=list)
-    assigns: bool = False  # does it assign attributes of modules?
+    assigns: bool = False  # it assigns attributes of modules
     returned: str = ""  # its result, without the tensors
 
 
@@ -48,7 +48,7 @@ class ModeLog:
     def __init__(self) -> None:
         self.frames = [Frame("", None, 0)]
         self.closed = False
-        self.asked = False  # was a mode read by a part of the model?
+        self.asked = False  # a part of the model read a mode
         self._clock = 0
         self._open = [0]
 
@@ -155,7 +155,7 @@ def leaves(node: fx.Node) -> list[Any]:
 
 
 class ReadsOfTraining:
-    """While it is entered, the reads of the modules' `training` are told to ``note``; forward may not write it."""
+    """While it is entered, ``note`` gets each read of a module's `training`; forward may not write it."""
 
     def __init__(self, model: nn.Module, note: Any, evaluating: Any) -> None:
         self._note, self._evaluating = note, evaluating

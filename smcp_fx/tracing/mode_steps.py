@@ -1,6 +1,6 @@
 """The operations of several traces of one model, aligned: the nodes of the traces that are the same operation.
 
-Nodes made by the same run of the same line are the same; between them, nodes that do the same in the same order.
+Nodes made by the same run of the same line are aligned first; between them, equal operations in the same order.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Step:
 def in_steps(
     model: nn.Module, traces: Sequence[ModeTrace], paths: Paths, values: Callable[[ModeTrace], dict[str, Any]]
 ) -> list[Step]:
-    """The steps of all traces, in the order of each; ``values`` gives those of a trace's nodes, where needed."""
+    """The steps of all traces, in the order of each; ``values`` gives the values of a trace's nodes, if needed."""
     first, *others = (trace.graph for trace in traces)
     if all(alike(model, first, other, numbers=False) for other in others):
         rows = zip(*(trace.graph.nodes for trace in traces), strict=True)

@@ -42,7 +42,7 @@ _NEVER: Condition = frozenset()
 #: Nodes that run in more cases than this always run, and so do their operands. Chosen, not measured.
 _CASES = 32
 _COUNTER = re.compile(r"# COUNTER: (\d+)\n")
-#: The devices whose autocast is switched off; the network may be on any of them by then.
+#: The devices whose autocast is switched off; the network may later be on any of them.
 _DEVICES = ("cpu", "cuda")
 _WITHOUT_AUTOCAST = f"with {', '.join(f'torch.autocast({kind!r}, enabled=False)' for kind in _DEVICES)}:\n"
 
@@ -133,7 +133,7 @@ def conditions(nodes: Iterable[fx.Node]) -> dict[fx.Node, Condition]:
 
 
 class Choice:
-    """What one mode runs, or these ``modes`` by the names of their flags; others are as ``training`` says.
+    """The nodes that one mode runs; ``modes``: values of flags by name; all other flags are ``training``.
 
     ``when``: the `conditions` of the nodes.
     """
@@ -160,9 +160,9 @@ class Choice:
 
 
 class ModeInterpreter(fx.Interpreter):
-    """Runs what one mode runs, or these ``modes``: see `Choice`.
+    """Runs the nodes of one mode: see `Choice`.
 
-    The graph's modules are in the mode they are in, so that a batch of one image will do.
+    The graph's modules keep their own modes, so that a batch of one image will do.
     """
 
     def __init__(
@@ -176,7 +176,7 @@ class ModeInterpreter(fx.Interpreter):
         self._choice = Choice(self.when, training, self._modes)
 
     def runs(self, node: fx.Node) -> bool:
-        """Do these modes, and the arguments that are given, run this node?"""
+        """Do these modes, and the arguments of this call, run this node?"""
         self._modes.update((flag.name, self.env[flag]) for flag in self._asking if flag in self.env)
         return self._choice.runs(node)
 
@@ -200,7 +200,7 @@ def run_in_eval(graph: fx.Graph) -> set[str]:
 
 
 def evaluated_graph(graph: fx.Graph) -> fx.Graph:
-    """A copy of the graph as it runs in eval mode, without what only training does; the nodes keep their names."""
+    """A copy of the graph without the operations of training alone; the nodes keep their names."""
     present = run_in_eval(graph)
     copied = fx.Graph()
     placed: dict[fx.Node, Any] = {}
@@ -215,7 +215,7 @@ def evaluated_graph(graph: fx.Graph) -> fx.Graph:
 
 
 def with_branches(graph: fx.Graph) -> fx.Graph:
-    """Let the graph's code run nodes in their own mode and autocast only, and hold any names; returns the graph."""
+    """Let the graph's code run nodes in their own mode and autocast only, and allow any names; returns the graph."""
     if any(is_by_mode(n) or NO_AUTOCAST in n.meta for n in graph.nodes) or holds_unfit_names(graph):
         graph.set_codegen(ModeCodeGen())
     return graph
@@ -231,7 +231,7 @@ def _autocast_of(node: fx.Node) -> AbstractContextManager[Any]:
 
 
 class ModeCodeGen(CodeGen):
-    """Writes nodes that run in one mode into a branch, without autocast into a context; any names as data."""
+    """Writes nodes of one mode into a branch, nodes without autocast into a context, and unusual names as data."""
 
     def _gen_python_code(
         self, nodes: Any, root_module: str, namespace: Any, *args: Any, **kwargs: Any
@@ -246,8 +246,8 @@ class ModeCodeGen(CodeGen):
 
 
 def _branched(nodes: list[fx.Node], body: list[str]) -> list[str]:
-    """The statements, nodes of one condition in a row under one ``if``, without autocast under one ``with``."""
-    parts = _COUNTER.split("".join(body))  # what comes before the first node, then number and text of each
+    """The statements: consecutive nodes of one condition under one ``if``, without autocast under one ``with``."""
+    parts = _COUNTER.split("".join(body))  # the code before the first node, then number and text of each node
     when = conditions(nodes)
     result, current, plainly = [parts[0]], ALWAYS, False
     for number, text in zip(parts[1::2], parts[2::2], strict=True):

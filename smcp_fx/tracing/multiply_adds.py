@@ -1,7 +1,7 @@
 """Multiply-adds of PyTorch code, counted by operation while it runs.
 
-Parts that the channel graph has no layers of (modules called as they are, attention, Python around regions) have a
-cost too. They run on the example inputs under `MultiplyAdds`, which sees the operations inside every module.
+Parts without layers in the channel graph (modules called as they are, attention, Python around regions) have a cost,
+too. They run on the example inputs under `MultiplyAdds`, which sees the operations inside every module.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ def _trilinear(args: Sequence[Any], result: Tensor) -> int:
 
 
 def _self_attention(tokens: Tensor, weights: Sequence[Tensor]) -> int:
-    """Of tokens [images, positions, channels], nested where images differ: through weights, and among themselves."""
+    """Self-attention of tokens [images, positions, channels], nested if images differ: weights and products."""
     lengths = [len(one) for one in tokens.unbind()]
     channels = int(weights[0].shape[-1])
     return sum(n * sum(weight.numel() for weight in weights) + 2 * n * n * channels for n in lengths)

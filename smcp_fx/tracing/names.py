@@ -23,7 +23,7 @@ def holds_unfit_names(graph: fx.Graph) -> bool:
 
 
 def _fit(name: str) -> bool:
-    if name.isidentifier():  # of which Python folds letters in code, but not in strings
+    if name.isidentifier():  # Python folds letters of identifiers, but not of strings
         return not keyword.iskeyword(name) and unicodedata.normalize("NFKC", name) == name
     return name.isprintable() and not set(name) & set('"\\')  # written in double quotes
 

@@ -1,7 +1,7 @@
 """Names for the operations of a graph: one name, whether called as function, method or module.
 
-Only the callables of torch's own namespaces have a name; what has none is an unknown operation, and what is
-unknown is pinned (the channel graph is a closed world). `F.leaky_relu`, `Tensor.leaky_relu_` and
+Only the callables of torch's own namespaces have a name. An operation without a name is unknown, and its channels are
+pinned (the channel graph is a closed world). `F.leaky_relu`, `Tensor.leaky_relu_` and
 `nn.LeakyReLU` all are "leakyrelu": lower case, no underscores.
 """
 

@@ -29,9 +29,8 @@ _STEP = 32
 def at_another_size(traced: Traced) -> dict[str, Any] | None:
     """The values of all nodes, like `Traced.values`, at the first other size that the network accepts.
 
-    First come twice as many images that are somewhat larger, then more images alone, then other sides, one image at
-    first, which tells soonest what is not taken. None where it takes nothing else, and where no operation makes the
-    sizes matter.
+    First come twice as many images that are somewhat larger, then more images alone, then other sides, tried on one
+    image first, which fails soonest. None if the network accepts no other size, or no operation makes sizes matter.
     """
     if not _sizes_may_matter(traced):
         return None
@@ -57,7 +56,7 @@ def at_another_size(traced: Traced) -> dict[str, Any] | None:
 
 
 def _sizes_may_matter(traced: Traced) -> bool:
-    """May the combined channels depend on sizes? Not in networks of convolutions, norms, sums and concatenations."""
+    """May the combined channels depend on sizes? They do not in convolutions, norms, sums and concatenations."""
     for node in traced.module.graph.nodes:
         name = operation_of(traced.module, node) if node.op.startswith("call_") else None
         if name in _PRODUCTS:

@@ -4,8 +4,8 @@
              return F.conv2d(x, self.weight)                           own = overwritten(weight, value)
                                                                        return F.conv2d(x, own)
 
-The write stays, so that training sees what it did before; who reads the parameter afterwards reads a value that the
-graph computes. A value that follows from the input, or that is another one at each call, is no weight.
+The write stays, so that training sees the same parameter; later readers read a value that the graph computes. A value
+that depends on the input, or differs at each call, is no weight.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from smcp_fx.tracing.operations import writes_in_place
 from smcp_fx.tracing.write_places import parts_of
 from smcp_fx.tracing.writes import write_once
 
-#: Two calls may write values that differ by rounding, by this share of the largest.
+#: Two calls may write values that differ by rounding: by this share of the largest value.
 _SAME = 1e-5
 
 
@@ -54,7 +54,7 @@ def written_parameter(node: fx.Node, model: nn.Module) -> fx.Node | None:
 def settle_parameter_writes(graph: fx.Graph, model: nn.Module, adopt: Callable[[fx.Node], None]) -> None:
     """Let later readers of a written parameter read the written value; ``adopt`` registers a new node.
 
-    Raises `TraceError` for an assignment to `.data` that is no weight which follows from parameters.
+    Raises `TraceError` for an assignment to `.data` of a value that does not follow from parameters.
     """
     parameters = dict(model.named_parameters(remove_duplicate=False))
     for node in list(graph.nodes):
@@ -105,7 +105,7 @@ class _Write:
         ]
 
     def refused(self) -> str:
-        """Why the write must stay; empty if it need not."""
+        """Why the write must stay; empty if it need not stay."""
         value = self._value()
         if value is None or not self.later:
             return "and not read afterwards"

@@ -38,12 +38,12 @@ def is_plain_attention(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any
 def forward_of(
     module: Any, forward: Callable[..., Any], value: Callable[[Any], torch.Tensor]
 ) -> Callable[..., Any]:
-    """The function to trace instead of its forward; ``value``: a traced tensor's value on the example."""
+    """The function to trace in place of the module's forward; ``value``: a traced tensor's value on the example."""
     if type(module) is nn.MultiheadAttention:
         return functools.partial(attend, module, value)
 
     def told(*args: Any, **kwargs: Any) -> Any:
-        """The forward, without comparing a mask with a causal one: the given mask is added anyway."""
+        """The forward, without the comparison of a mask with a causal one: the mask is added in any case."""
         bound = inspect.signature(type(module).forward).bind(module, *args, **kwargs)
         for name, hint in _LAYERS[type(module)]:
             if isinstance(bound.arguments.get(name), torch.fx.Proxy) and bound.arguments.get(hint) is None:
@@ -165,7 +165,7 @@ def _masks(module: Any, named: dict[str, Any], value: Callable[[Any], torch.Tens
 def slow_path() -> Iterator[None]:
     """While it is entered, transformer layers call their parts instead of one fused function.
 
-    They do not ask either whether two masks are of one type.
+    Nor do they ask whether two masks are of one type.
     """
     before, asked = torch.backends.mha.get_fastpath_enabled(), F._none_or_dtype
     torch.backends.mha.set_fastpath_enabled(False)

@@ -1,7 +1,7 @@
 """Functions of autograd whose backward equals autograd's own for their forward: they are written to save memory.
 
-They are traced through (a layer norm of one's own, a swish that recomputes, reversible blocks, which are given
-modules). Others stay calls: straight-through estimators, gradient reversals, functions written in another language.
+They are traced through (a user's layer norm, a swish that recomputes, reversible blocks, which take modules). Others
+stay calls: straight-through estimators, gradient reversals, functions written in another language.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def is_plain_function(cls: Any, args: tuple[Any, ...]) -> bool:
 def works_on_each_value(cls: Any, args: tuple[Any, ...]) -> bool:
     """Is its forward element-wise, whatever its backward is? (Straight-through rounding.)
 
-    One that asks for sizes is not: its values may follow from the number of channels.
+    A forward that asks for sizes is not: its values may depend on the number of channels.
     """
 
     if _modules(args):
@@ -120,7 +120,7 @@ _REVERSED = {"rsub": "sub", "rmul": "mul", "radd": "add", "rdiv": "div", "rtrued
 
 
 def _apart(ask: Callable[[], bool]) -> bool:
-    """The answer, from a thread that no trace follows; False if the forward fails."""
+    """The answer, computed in a thread that no trace follows; False if the forward fails."""
     answers: list[bool] = []
 
     def compare() -> None:
@@ -168,7 +168,7 @@ def _alike(cls: Any, args: tuple[Any, ...], size: float, steepness: float) -> bo
 def _own(args: Any, random_args: Any) -> tuple[Any, list[Tensor]]:
     """Arguments for one call in double precision, and the leaves that have gradients.
 
-    ``given``: what stands for tensors. Modules are copied, and so are their parameters where these are given, too.
+    ``random_args``: the values of tensors. Modules are copied, and so are their parameters among the arguments.
     """
     memo: dict[int, Any] = {}
     modules = {id(module): copy.deepcopy(module, memo).double() for module in _modules(args)}
@@ -198,7 +198,7 @@ class _Gradients(TorchFunctionMode):
 
 @contextlib.contextmanager
 def _kept() -> Iterator[None]:
-    """Keep everything that autograd's backward needs: gradients are on, and no tensor frees its memory."""
+    """Keep all that autograd's backward needs: gradients are on, and no tensor frees its memory."""
     ours, plain = threading.get_ident(), Tensor.set_
 
     def given_up(tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:

@@ -50,7 +50,7 @@ class AnsweringProxy(Proxy):
     def __class__(self) -> type:
         """The type of the value, for `isinstance`.
 
-        Only where the model itself asks: code in C that looks whether this is a tensor would take it for one.
+        Only for questions of the model itself: C code that checks for a tensor would take the proxy for one.
         """
         frame: FrameType | None = sys._getframe(1)
         while frame is not None and frame.f_code.co_name == "__instancecheck__":
@@ -100,7 +100,7 @@ class AnsweringProxy(Proxy):
     def __contains__(self, item: Any) -> bool:
         value = self.tracer.value(self.node)
         if isinstance(value, dict) and not isinstance(item, Proxy) and not is_given(self.node):
-            return item in value  # the structure of the graph's own values follows from what made them
+            return item in value  # the structure of the graph's own values follows from the operations
         return bool(self.tracer.create_proxy("call_function", operator.contains, (self, item), {}))
 
     def __hash__(self) -> int:
@@ -241,7 +241,7 @@ class ValueAttribute(AnsweringProxy, Attribute):
 
 
 def number_in(tensor: Any) -> Proxy:
-    """The number in a tensor of one element, as arithmetic with other tensors takes it: as precise, without gradient.
+    """The number in a tensor of one element, for arithmetic with other tensors: as precise, without gradient.
 
     Nothing but arithmetic may ask for it: a branch or a size would depend on a tensor's values.
     """

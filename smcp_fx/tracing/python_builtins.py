@@ -267,7 +267,7 @@ def _called(module: str) -> tuple[str, ...]:
     """The names among `int`, `float`, `len`, `isinstance` and `type` that a file only calls.
 
     (`dtype=int` needs the type itself; `callable` may be the name of something else in places.) A comparison with
-    what `type` gives is a call's match where every `type` is a call.
+    the result of `type` works if every `type` in the file is a call.
     """
     try:
         tree = ast.parse(inspect.getsource(sys.modules[module]))

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from smcp_fx.errors import TraceError
 
-#: Functions that draw even where no argument is a traced tensor.
+#: Functions that draw even without a traced tensor among their arguments.
 FUNCTIONS = "rand randn randint randperm normal bernoulli multinomial poisson".split()
 _SAMPLERS = "_sample_dirichlet _standard_gamma".split()
 #: The methods of tensors that draw, without stand-ins.

@@ -24,7 +24,7 @@ _LAYERS = (nn.LSTM, nn.GRU, nn.RNN)
 
 
 def recurrent_weight(x: Tensor, weight: Tensor) -> Tensor:
-    """Return the weight, with which a recurrent layer is about to read ``x`` and its own state."""
+    """Return the weight, by which a recurrent layer then reads ``x`` and its own state."""
     return weight
 
 

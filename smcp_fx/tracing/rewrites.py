@@ -29,9 +29,9 @@ _OUTER = {torch.outer, torch.ger, "outer", "ger"}
 
 
 def normalise(model: nn.Module, graph: fx.Graph) -> None:
-    """First arguments by position, so that rules and passes find them; `nn.Unflatten` as the function it is.
+    """Give first arguments by position, so that rules and passes find them; `nn.Unflatten` becomes a function.
 
-    An outer product is the `einsum` that it is. No tensor has two shapes: `h.unsqueeze_(1)` is `h = h.unsqueeze(1)`.
+    An outer product becomes an `einsum`. No tensor has two shapes: `h.unsqueeze_(1)` is `h = h.unsqueeze(1)`.
     """
     _resolve_annotations(model, graph)
     place = {node: index for index, node in enumerate(graph.nodes)}
@@ -64,7 +64,8 @@ def normalise(model: nn.Module, graph: fx.Graph) -> None:
 def _asks_for_idle_gradients(graph: fx.Graph, node: fx.Node) -> bool:
     """Does `x.requires_grad_()` ask for the gradient of a tensor inside the network, which no code reads?
 
-    Checkpoints and frozen layers (wav2vec2) ask so. The caller may take an input's, and forward by `autograd.grad`.
+    Checkpoints and frozen layers (wav2vec2) ask so. The caller may read an input's gradient, and forward may by
+    `autograd.grad`.
     """
     if node.op != "call_method" or node.target != "requires_grad_":
         return False
@@ -259,9 +260,9 @@ def _waits(
     values: dict[str, Any],
     alone: dict[str, TensorInfo],
 ) -> bool:
-    """Do all readers of the node, spread from ``held`` to ``info``, give the same if they spread it themselves?
+    """Do all readers of the node, spread from ``held`` to ``info``, give the same result without the expansion?
 
-    ``alone`` gets the values that are smaller then.
+    ``alone`` gets the values that become smaller.
     """
     for user in node.users:
         name, value = operation_of(traced, user), values.get(user.name)
@@ -285,7 +286,7 @@ def add_computed_biases(traced: fx.GraphModule, values: dict[str, Any]) -> None:
 
     before   linear(x, weight, h.mean(0))      after   linear(x, weight) + h.mean(0)
 
-    A layer's weight and bias are parameters, which can be sliced; an addition is as good as any other.
+    A layer's own weight and bias are parameters, which can be sliced.
     """
     for node in [node for node in traced.graph.nodes if node.target is F.linear]:
         bias = node.args[2] if len(node.args) > 2 else node.kwargs.get("bias")

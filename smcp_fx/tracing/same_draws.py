@@ -2,7 +2,7 @@
 
     noise = torch.empty_like(x).bernoulli_(0.5)        filled in the order of memory, which x's layout decides
 
-A graph that leaves out an addition of zeros, say, has other layouts than its model, and the same values.
+A graph that leaves out an addition of zeros has other layouts than its model, and the same values.
 """
 
 from __future__ import annotations

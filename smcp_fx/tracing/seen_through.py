@@ -1,7 +1,7 @@
 """Functions that libraries wrap as leaves of fx graphs, but that are traced here.
 
-`torch.fx.wrap` keeps a function whole where fx alone would fail on it. Those named here trace: they become ordinary
-operations, whose channels are known.
+`torch.fx.wrap` keeps a function whole where fx alone would fail on it. The functions named here can be traced: they
+become ordinary operations, whose channels are known.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Runs of a graph on shapes only, which are fast, to rule out sizes that a network does not accept.
 
-Its assertions often come last. Tensors are on the meta device, where most operations are known by shape alone. A
-refusal is believed where the same run gets the example itself right; sizes that come through have yet to be run, as
-operations may refuse less there.
+A network's assertions often come last. Tensors are on the meta device, where most operations need shapes only. The
+refusal of a size is believed if the same run gets the example itself right. An accepted size must still be run, as
+the meta device refuses less.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class _UntoldError(Exception):
 
 
 class ShapeRuns:
-    """Runs of one traced network from shapes; ``values`` are those of the example, which is ``given``."""
+    """Runs of one traced network on shapes; ``values``: those of the example ``inputs``."""
 
     def __init__(self, module: fx.GraphModule, values: Mapping[str, Any], inputs: tuple[Any, ...]) -> None:
         self.module, self.values = module, values
@@ -58,7 +58,7 @@ class ShapeRuns:
             return False
         try:
             self._run(inputs)
-        except (_UntoldError, NotImplementedError):  # the latter of the meta device
+        except (_UntoldError, NotImplementedError):  # NotImplementedError: of the meta device
             return False
         except Exception:  # the example itself ran without an error
             return True
@@ -93,7 +93,7 @@ class _Run:
     def __init__(self, runs: ShapeRuns, modes: Mapping[str, bool]) -> None:
         self.runs = runs
         self.choice = Choice(runs.when, modes=modes)
-        self._devices = False  # are there devices to be replaced?
+        self._devices = False  # devices are replaced
         self._results: dict[fx.Node, Any] = {}
 
     def run(self, tensors: tuple[Any, ...]) -> dict[str, Any]:

@@ -2,8 +2,8 @@
 
 Sizes stay nodes of the graph, so that batch and resolution stay free. Only if Python needs a value to go on (a
 branch, a loop, an index), the node's value is computed on fake tensors of the example inputs' shapes. The graph then
-gets a `torch._assert` that says what was assumed, and that fails with this sentence on inputs for which it does not
-hold. What depends on a tensor's values is refused.
+gets a `torch._assert` that states the assumption, and fails with it on inputs for which it does not hold. A number
+that depends on a tensor's values is refused.
 
     before   if x.shape[-1] % 2: x = F.pad(x, (0, 1))
     after    getattr_1 = getattr(x, "shape"); getitem = getattr_1[-1]; mod = getitem % 2
@@ -31,7 +31,7 @@ from smcp_fx.tracing.call_forms import has_name
 from smcp_fx.tracing.gradients import GradientQuestions, checkpoints_called
 from smcp_fx.tracing.in_place import PLAIN, drop_releases, is_tensor_for_sure, settle_in_place
 from smcp_fx.tracing.known_results import of_fake_tensors
-from smcp_fx.tracing.lengths import Sizes, write_out_kernels
+from smcp_fx.tracing.lengths import FixedSizes, write_out_kernels
 from smcp_fx.tracing.mode_reads import ModeLog, drop_marks
 from smcp_fx.tracing.operations import result_of
 from smcp_fx.tracing.parameter_writes import settle_parameter_writes
@@ -87,7 +87,7 @@ class ShapeTracer(fx.Tracer):
 
     def _traced(self, root: Any, model: nn.Module, concrete_args: dict[str, Any] | None) -> fx.Graph:
         self._held = dict(held_tensors(model))
-        self._sizes = Sizes(model, self.value)
+        self._sizes = FixedSizes(model, self.value)
         with (
             torch.enable_grad(),  # whatever an earlier trace's forward has left
             seen_through(),
@@ -147,7 +147,7 @@ class ShapeTracer(fx.Tracer):
         return function, arguments
 
     def create_proxy(self, kind: str, target: Any, args: Any, kwargs: Any, *rest: Any, **named: Any) -> Proxy:
-        """A graph's arguments have the defaults that code can name; tensors and other objects are none."""
+        """A graph's arguments keep defaults that code can name; tensors and other objects are dropped."""
         if kind == "placeholder" and not all(map(has_name, pytree.tree_leaves(args))):
             args = ()
         return super().create_proxy(kind, target, args, kwargs, *rest, **named)
@@ -211,7 +211,7 @@ class ShapeTracer(fx.Tracer):
             return finite
         value = bool(self._plain(obj, "a branch"))
         if obj.node.target in (operator.eq, operator.ne) and None in obj.node.args:
-            return value  # true for every input
+            return value  # holds for every input
         self._assume(obj, obj if value else obj.tracer.create_proxy("call_function", operator.not_, (obj,), {}),
                      express(obj.node) if value else f"not {express(obj.node)}")  # fmt: skip
         return value

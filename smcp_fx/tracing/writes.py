@@ -20,7 +20,7 @@ from torch.fx.proxy import TraceError as FxTraceError
 
 from smcp_fx.tracing.aliases import sharing
 from smcp_fx.tracing.in_place import PLAIN
-from smcp_fx.tracing.lengths import Sizes
+from smcp_fx.tracing.lengths import FixedSizes
 from smcp_fx.tracing.operations import writes_in_place
 from smcp_fx.tracing.sentences import AGAIN, TAKEN, express
 from smcp_fx.tracing.write_places import (
@@ -116,7 +116,7 @@ class _Write:
     ) -> None:
         self.graph, self.model, self.node = graph, model, node
         self.value, self.assumed = value, assumed
-        self.sizes = Sizes(model, value, written)
+        self.sizes = FixedSizes(model, value, written)
         self.place = {other: index for index, other in enumerate(graph.nodes)}
         self.target, self.index, self.source = parts
         self.fixed = False  # do the indexed dimensions have the same size for every input?
