@@ -41,6 +41,12 @@ class Judged:
     scores: list[Tensor]
 
 
+def divergence(scores: Tensor, dense: Tensor) -> Tensor:
+    """Each image's divergence from the dense network, in nats, summed over what the image tells."""
+    apart = nn.functional.kl_div(scores, dense, reduction="none", log_target=True)
+    return apart.reshape(len(apart), -1).sum(1)
+
+
 def equal(wanted: Tensor, found: Tensor) -> list[bool]:
     """Whether each image's answers are the same."""
     return (wanted == found).reshape(len(found), -1).all(1).tolist()
@@ -89,8 +95,7 @@ class Subject:
             answer, wanted = self.answer(scores), self.answer(whole)
             found.right.extend(self.right(self.truth[place * self.batch :][: len(x)], answer))
             found.agree.extend(self.agree(wanted, answer))
-            apart = nn.functional.kl_div(scores, whole, reduction="none", log_target=True)
-            found.divergence.extend(apart.reshape(len(x), -1).sum(1).tolist())
+            found.divergence.extend(divergence(scores, whole).tolist())
             if dense is None:
                 found.scores.append(scores)
         return found
