@@ -84,7 +84,7 @@ class Bench:
         prepared = self.prepared(case)
         try:
             model, share, error = prepared.smaller(case)
-            judged = prepared.subject.judge(model, prepared.dense.scores)
+            judged = prepared.subject.judge(model, prepared.dense)
         except UnavailableError:
             raise
         except Exception as problem:
