@@ -166,6 +166,7 @@ def worth(prepared: Prepared) -> Iterator[dict[str, Any]]:
     subject = prepared.subject
     elimination, orders = weighed(prepared.unlabelled)
     tests = list(zip(subject.test.split(subject.batch), prepared.dense.scores, strict=True))
+    positions = tests[0][1][0, ..., 0].numel()  # estimates are means over these
     for group, order in orders.items():
         size = order.units.numel()
         for refit in order.refits if order.rises is not None else ():
@@ -177,7 +178,7 @@ def worth(prepared: Prepared) -> Iterator[dict[str, Any]]:
                 yield {
                     "group": group, "size": size, "count": refit.count, "share": share,
                     "measured": float(rises.mean()), "error": float(rises.std()) / len(rises) ** 0.5,
-                    "estimate": float(order.rises[refit.count]),
+                    "estimate": positions * float(order.rises[refit.count]),
                 }  # fmt: skip
 
 
