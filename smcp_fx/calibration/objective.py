@@ -265,7 +265,7 @@ def _signs(like: Tensor) -> Tensor:
 
 
 def _orthogonal_signs(unit: Tensor) -> Tensor:
-    """Random signs in the space orthogonal to ``unit`` [..., n]: all axes but its largest, reflected (Householder)."""
+    """Random signs orthogonal to ``unit`` [..., n]: those of all axes but its largest, reflected (Householder)."""
     largest = torch.zeros_like(unit).scatter_(-1, unit.argmax(-1, keepdim=True), 1)
     signs, axis = _signs(unit) * (1 - largest), unit + largest
     return signs - axis * (2 * (signs * axis).sum(-1, keepdim=True) / axis.square().sum(-1, keepdim=True))
