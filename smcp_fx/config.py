@@ -174,6 +174,12 @@ class MethodConfig(PruningConfig):
         ("coupled", "paper"),
     )
 
+    @classmethod
+    def published(cls, **options: Any) -> MethodConfig:
+        """The method as the paper describes it, with these other options."""
+        zero: dict[str, Any] = dict.fromkeys(("width_exponent", "memory", "tolerance"), 0.0)
+        return cls(**{**zero, "allocation": "paper", "batch_norm_scaling": True, **options})
+
     def __post_init__(self) -> None:
         super().__post_init__()
         for name in ("momentum", "memory", "tolerance", "width_exponent"):

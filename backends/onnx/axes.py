@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from smcp_fx.backends.onnx.checking import eval_mode, flatten_outputs
+from smcp_fx.backends.checking import eval_mode, flatten_outputs
 from smcp_fx.errors import InputError
 
 #: For each input, the names of its open axes by their places; axes of one name have one size.

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor, fx, nn
 
-from smcp_fx.backends.onnx.checking import eval_mode, flatten_outputs
+from smcp_fx.backends.checking import eval_mode, flatten_outputs
 
 if TYPE_CHECKING:
     from smcp_fx.blocks.sharing import Block

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
+from smcp_fx.backends.checking import compare_with_module, eval_mode
 from smcp_fx.backends.onnx.attention import FourDimensionalAttention
 from smcp_fx.backends.onnx.axes import (
     Axes,
@@ -33,7 +34,6 @@ from smcp_fx.backends.onnx.axes import (
     other_sizes,
     resized,
 )
-from smcp_fx.backends.onnx.checking import compare_with_module, eval_mode
 from smcp_fx.backends.onnx.clean import clean_model
 from smcp_fx.backends.onnx.naming import name_axes, name_values, rename_weights
 from smcp_fx.backends.onnx.opset import lower_opset

@@ -11,7 +11,7 @@ import onnx
 from onnx import helper
 from torch import Tensor, nn
 
-from smcp_fx.backends.onnx.checking import flatten_outputs
+from smcp_fx.backends.checking import flatten_outputs
 from smcp_fx.backends.onnx.export import export_model_proto
 from smcp_fx.errors import BackendError
 

@@ -13,7 +13,7 @@ import openvino as ov
 from torch import Tensor, nn
 
 from smcp_fx.backends.base import Array, BlockLatency, Engine, Fingerprint, cpu_name, to_arrays
-from smcp_fx.backends.onnx.checking import compare_outputs, module_outputs, random_inputs
+from smcp_fx.backends.checking import compare_outputs, module_outputs, random_inputs
 from smcp_fx.backends.onnx.processor import ProcessorBackend
 from smcp_fx.backends.openvino.blocks import BLOCK_TIMING, measure_block
 from smcp_fx.backends.openvino.overhead import overhead

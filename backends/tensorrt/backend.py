@@ -26,9 +26,9 @@ import torch
 from torch import Tensor, nn
 
 from smcp_fx.backends.base import Array, BlockLatency, Fingerprint, to_arrays
+from smcp_fx.backends.checking import compare_outputs, module_outputs, random_inputs
 from smcp_fx.backends.onnx.blocks import BlockModels
 from smcp_fx.backends.onnx.calibrated import CalibratedBackend
-from smcp_fx.backends.onnx.checking import compare_outputs, module_outputs, random_inputs
 from smcp_fx.backends.onnx.export import export_model_proto, write_model
 from smcp_fx.backends.onnx.precision import cast_model
 from smcp_fx.backends.tensorrt.answers import (

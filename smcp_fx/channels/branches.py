@@ -159,10 +159,10 @@ class Flow:
 
     @staticmethod
     def _causes(walk: Walk, step: FlowNode) -> int:
-        found = 0
+        causes = 0
         for source in step.reads:
-            found |= walk.causes[source]
-        return found
+            causes |= walk.causes[source]
+        return causes
 
     def connected(self, zero: int) -> bool:
         """Does every output still depend on the same inputs?"""
@@ -176,15 +176,15 @@ class Flow:
 
     def effective(self, walk: Walk) -> list[bool]:
         """The nodes that an output still needs, or a node that stays for another reason."""
-        found = [step.kind == "sink" for step in self.steps]
+        reached = [step.kind == "sink" for step in self.steps]
         for index in reversed(range(len(self.steps))):
             step = self.steps[index]
-            found[index] |= step.root and walk.states[index] == LIVE
-            if found[index]:
+            reached[index] |= step.root and walk.states[index] == LIVE
+            if reached[index]:
                 for source in step.reads:
                     if walk.states[source] not in (CONSTANT, EMPTY):
-                        found[source] = True
-        return found
+                        reached[source] = True
+        return reached
 
     def widest_cut_free(self, candidates: Iterable[int]) -> int:
         """As many of these groups as can keep nothing all at once, earlier ones first.
@@ -207,10 +207,10 @@ class Flow:
     def _of(self, labels: Tensor) -> Content:
         channels = self.channels
         units = torch.unique(channels.units.of(narrow_uniform(labels)))
-        known = units[units >= 0]
-        groups = torch.where(channels.free_units[known], channels.group_of_unit[known], -1)
+        channel_units = units[units >= 0]
+        groups = torch.where(channels.free_units[channel_units], channels.group_of_unit[channel_units], -1)
         present = torch.unique(groups).tolist()
-        more = known.numel() < units.numel() or -1 in present
+        more = channel_units.numel() < units.numel() or -1 in present
         return Content(sum(1 << group for group in present if group >= 0), more)
 
 
@@ -258,8 +258,8 @@ class Branches:
 
     def sets(self) -> list[tuple[str, ...]]:
         """The removable groups that go together, by name."""
-        found = {1 << group | implied: None for group, implied in self.implied.items() if implied}
-        return [tuple(self._names[group] for group in bits(together)) for together in found]
+        removable = {1 << group | implied: None for group, implied in self.implied.items() if implied}
+        return [tuple(self._names[group] for group in bits(together)) for together in removable]
 
     def couplings(self, paired: Collection[frozenset[str]]) -> list[tuple[str, str]]:
         """Pairs (a, b) that imply all others: b must keep nothing if a does.
@@ -296,9 +296,9 @@ class Branches:
         """
         places = [self.flow.place[name] for name in nodes if name in self.flow.place]
         wanted = sum(1 << place for place in places)
-        found = sum(1 << g for g, dead in self.dead.items() if places and not wanted & ~dead)
-        known = sum(1 << self._index[name] for name in own) & found
-        left = [g for g in bits(found) if not known >> g & 1 and not self.implied[g] & known]
+        removers = sum(1 << g for g, dead in self.dead.items() if places and not wanted & ~dead)
+        own_bits = sum(1 << self._index[name] for name in own) & removers
+        left = [g for g in bits(removers) if not own_bits >> g & 1 and not self.implied[g] & own_bits]
         if not left:
             return None
         return self._names[max(left, key=lambda g: sum(self.implied[o] >> g & 1 for o in left))]

@@ -63,16 +63,16 @@ def computed_weights(
 
     ``cosines``: also weights of cosines, with the norms of the channels that are kept now.
     """
-    known = (*transparent, IN_PLACE_OF["normalize"], *BEFORE.values()) if cosines else transparent
-    watching = _watching(module, known)
-    constants = _constants(module, known, watching)
-    found: dict[fx.Node, Shape] = {}
+    passing = (*transparent, IN_PLACE_OF["normalize"], *BEFORE.values()) if cosines else transparent
+    watching = _watching(module, passing)
+    constants = _constants(module, passing, watching)
+    weights: dict[fx.Node, Shape] = {}
     refused = set(parameter_views(module, lambda node: shape_of(node) if node in constants else None))
     for use in module.graph.nodes:
         if use in constants:  # kernels that are fused with kernels
             continue
         for result in _weights_of(use, constants, transparent):
-            if result in found or result in refused:
+            if result in weights or result in refused:
                 continue
             readers = [user for user in result.users if not is_question(user)]
             alike = all(
@@ -82,10 +82,10 @@ def computed_weights(
             cosine = not cosines and is_cosine(module, use, result)
             shape = shape_of(result) if alike and not cosine else None
             if shape:
-                found[result] = shape
+                weights[result] = shape
             else:
                 refused.add(result)
-    return _described(module, found, watching) if found else []
+    return _described(module, weights, watching) if weights else []
 
 
 # ---- what is computed from parameters alone -----------------------------------------------------------------
@@ -102,8 +102,8 @@ def _watching(module: fx.GraphModule, transparent: tuple[Callable[..., object], 
     buffers = written_buffers(module)
     watching = {node: name for node, name in writes.items() if name in buffers}
     while watching:
-        known = _constants(module, transparent, watching)
-        lost = {name for node, name in watching.items() if not known.issuperset(node.all_input_nodes)}
+        constants = _constants(module, transparent, watching)
+        lost = {name for node, name in watching.items() if not constants.issuperset(node.all_input_nodes)}
         lost |= {
             name
             for node, name in watching.items()
@@ -129,7 +129,7 @@ def _constants(
 
     So do the buffers into which the nodes of ``watching`` write.
     """
-    found: set[fx.Node] = set()
+    constants: set[fx.Node] = set()
     written = written_buffers(module) - set(watching.values())
     owners = dict(module.named_modules())
     for node in module.graph.nodes:
@@ -139,21 +139,26 @@ def _constants(
         ):
             continue
         if node.op == "get_attr":
-            found.add(node)
+            constants.add(node)
         elif node.op == "call_module" and not node.all_input_nodes:
             if owner_of(node) is not None:
-                found.add(node)
+                constants.add(node)
         elif node.op != "output" and node.all_input_nodes:
             name = operation_of(module, node)
             drawn = any(word in (name or "") for word in _DRAWS) or has(name, Trait.DRAWN)
             drawn |= (name or "").endswith("normal")  # not `normalize`
-            known = name is not None or isinstance(node.target, Applied)
-            known |= node.target in (own_weight, *transparent)
+            followed = name is not None or isinstance(node.target, Applied)
+            followed |= node.target in (own_weight, *transparent)
             if node.op == "call_module":
-                known = has(name, Trait.ELEMENTWISE) and not [*owners[str(node.target)].state_dict()]
-            if known and not drawn and found.issuperset(node.all_input_nodes) and _is_steady(module, node):
-                found.add(node)
-    return found
+                followed = has(name, Trait.ELEMENTWISE) and not [*owners[str(node.target)].state_dict()]
+            if (
+                followed
+                and not drawn
+                and constants.issuperset(node.all_input_nodes)
+                and _is_steady(module, node)
+            ):
+                constants.add(node)
+    return constants
 
 
 def _is_steady(module: fx.GraphModule, node: fx.Node) -> bool:
@@ -172,17 +177,17 @@ def _weights_of(
 ) -> list[fx.Node]:
     """The computed nodes that the use reads as a layer's weight or bias, or as a product's constant factor."""
     if is_layer(use):
-        given: list[Any] = [*weight_and_bias(use)]
+        operands: list[Any] = [*weight_and_bias(use)]
         most = 2
     else:
-        given, most = [*factors(use)] if _is_layer_like(use) else [], 1
-    found = []
-    for one in given:
+        operands, most = [*factors(use)] if _is_layer_like(use) else [], 1
+    weights = []
+    for one in operands:
         while isinstance(one, fx.Node) and one.target in transparent:
             one = one.args[0]
         if isinstance(one, fx.Node) and one in constants:
-            found.append(one)
-    return [one for one in found if one.op != "get_attr"] if len(found) <= most else []
+            weights.append(one)
+    return [one for one in weights if one.op != "get_attr"] if len(weights) <= most else []
 
 
 def _is_layer_like(use: fx.Node) -> bool:
@@ -218,10 +223,10 @@ def _described(
             break
         watching = {node: name for node, name in watching.items() if name not in read}
         ways = {result: ancestors(result) for result in results}
-    reads, found = _Reads(module), []
+    reads, described = _Reads(module), []
     taken: set[str] = set()
     names: dict[Any, str] = {}
-    known = _expressions(reversed(every))
+    expressions = _expressions(reversed(every))
     for result, shape in results.items():
         ordered = tuple(node for node in reversed(every) if node in ways[result])
         every_source = (name for node in ordered for name in reads.of(node))
@@ -229,15 +234,15 @@ def _described(
         floating = [name for name in sources if is_continuous(held(module, name))]
         unread = frozenset(name for name in sources if not reads.outside(name, alone))
         parameters = [name for name in floating if isinstance(held(module, name), nn.Parameter)]
-        if known[result] not in names:  # two equal computations are one weight
-            names[known[result]] = _name(module, result, shape, floating, unread, taken)
-        name = names[known[result]]
+        if expressions[result] not in names:  # two equal computations are one weight
+            names[expressions[result]] = _name(module, result, shape, floating, unread, taken)
+        name = names[expressions[result]]
         taken.add(name)
         kept = tuple(parameters or floating)
-        found.append(
+        described.append(
             ComputedWeight(result, name, shape, ordered, frozenset(alone & ways[result]), kept, unread)
         )
-    return found
+    return described
 
 
 def _written_beside(way: frozenset[fx.Node], watching: Mapping[fx.Node, str]) -> frozenset[fx.Node]:
@@ -250,12 +255,12 @@ def _written_beside(way: frozenset[fx.Node], watching: Mapping[fx.Node, str]) ->
 def _expressions(nodes: Iterable[fx.Node]) -> dict[fx.Node, int]:
     """A number for each node; equal computations on the same parameters have the same number."""
     numbers: dict[str, int] = {}
-    known: dict[fx.Node, int] = {}
+    numbered: dict[fx.Node, int] = {}
     for node in nodes:
-        args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda n: f"%{known[n]}")
+        args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda n: f"%{numbered[n]}")
         said = f"{node.op} {node.target if isinstance(node.target, str) else id(node.target)} {args} {kwargs}"
-        known[node] = numbers.setdefault(said, len(numbers))
-    return known
+        numbered[node] = numbers.setdefault(said, len(numbers))
+    return numbered
 
 
 def _name(

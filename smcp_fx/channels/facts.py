@@ -49,10 +49,10 @@ class Facts:
         self.made = made_tensors(module, values, self.hidden)
         self.computed: dict[str, str] = {}  # nodes that compute a weight -> the parameter that stands for it
         self.described: dict[str, Computed] = {}  # by that parameter
-        for found in computed_weights(module, shape):
-            name = self.computed[found.result.name] = self.names.get(found.name, found.name)
-            self.described[name] = Computed(found.shape, found.source(module), found.unread)
-            self.hidden.update(node.name for node in found.alone)
+        for weight in computed_weights(module, shape):
+            name = self.computed[weight.result.name] = self.names.get(weight.name, weight.name)
+            self.described[name] = Computed(weight.shape, weight.source(module), weight.unread)
+            self.hidden.update(node.name for node in weight.alone)
 
     def at(
         self,
@@ -78,9 +78,9 @@ class Facts:
 
 def _only_asserted(graph: fx.Graph) -> set[str]:
     """Nodes that only an assertion reads. It checks the kept channels as it checked all of them."""
-    found: set[str] = set()
+    asserted: set[str] = set()
     for node in reversed(graph.nodes):
-        read = bool(node.users) and all(user.name in found for user in node.users)
+        read = bool(node.users) and all(user.name in asserted for user in node.users)
         if node.target is torch._assert or (read and node.op in ("call_function", "call_method")):
-            found.add(node.name)
-    return found
+            asserted.add(node.name)
+    return asserted

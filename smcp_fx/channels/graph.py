@@ -171,20 +171,20 @@ class ChannelGraph:
     @functools.cached_property
     def layer_of_label(self) -> Tensor:
         """For every label, the index of the dense layer that wrote it; -1 for none."""
-        found = torch.full((self.trail.count,), -1, dtype=torch.int64)
+        writer = torch.full((self.trail.count,), -1, dtype=torch.int64)
         for index, layer in enumerate(self.layers):
             if layer.kind == "dense":
                 labels = layer.output_channels
-                found[labels[labels > 0]] = index
-        return found
+                writer[labels[labels > 0]] = index
+        return writer
 
     def width(self, labels: Tensor) -> Width:
         """The number of channels kept among these 1-D labels, as a function of the groups' counts."""
         units = self.units.of(labels)
         group = torch.where(units >= 0, self._free_group[units.clamp(min=0)], -1)
-        found, counts = (values.tolist() for values in torch.unique(group, return_counts=True))
-        always = counts[0] if found and found[0] < 0 else 0
-        per_group = ((self.groups[i], n) for i, n in zip(found, counts, strict=True) if i >= 0)
+        indices, counts = (values.tolist() for values in torch.unique(group, return_counts=True))
+        always = counts[0] if indices and indices[0] < 0 else 0
+        per_group = ((self.groups[i], n) for i, n in zip(indices, counts, strict=True) if i >= 0)
         return Width(always, tuple((group.name, n // group.size) for group, n in per_group))
 
     def explain(self, module_path: str, channel: int, side: str = "out") -> str:
@@ -207,8 +207,8 @@ class ChannelGraph:
         index = int(self.group_of_unit[unit]) if unit >= 0 else -1
         lines = [f"{head} belongs to group {self.groups[index].name!r}." if index >= 0 else f"{head}:"]
         if reasons:
-            told = (f"  - {self.trail.told(reason)}" for reason in reasons)
-            lines += ["It must stay:", *told, "With it stay:"]
+            why = (f"  - {self.trail.explained(reason)}" for reason in reasons)
+            lines += ["It must stay:", *why, "With it stay:"]
         else:
             lines.append(f"It is free{self.groups[index].note if index >= 0 else ''}. With it go:")
         for path, where, positions in self._slots_of(unit):
@@ -264,10 +264,10 @@ def build(
     fruitless = 0
     while where and where not in asked.mixed_up and _reshapes(module, where) and fruitless < _TRIES:
         asked = replace(asked, mixed_up=(*asked.mixed_up, where))
-        newer, found, where = _steady(asked, values, other)
+        newer, newer_units, where = _steady(asked, values, other)
         fruitless += 1  # another reshape may tie the same channels
-        if _pinned(newer, found) < _pinned(trail, units):
-            trail, units, fruitless = newer, found, 0
+        if _pinned(newer, newer_units) < _pinned(trail, units):
+            trail, units, fruitless = newer, newer_units, 0
     reasons = {reason.node for reason in units.why.texts}
     trail.lines = {n.name: n.meta[LINE] for n in module.graph.nodes if n.name in reasons and LINE in n.meta}
     return ChannelGraph(trail, units, multiple)
@@ -296,9 +296,9 @@ def _propagated(asked: _Asked, values: dict[str, Any], other: dict[str, Any] | N
     stuck = _stuck(trail, units)
     if stuck:  # these tie all channels into one unit; retry removing whole groups
         for norms in (set[str](), turned) if turned else (turned,):
-            found = run(norms | stuck)
-            if _pinned(*found) < _pinned(trail, units):
-                trail, units = found
+            retry = run(norms | stuck)
+            if _pinned(*retry) < _pinned(trail, units):
+                trail, units = retry
     # A mask must not depend on the image's size: dimensions that ties make uniform get size 1.
     trail.mixes = [replace(mix, labels=units.narrowed(mix.labels)) for mix in trail.mixes]
     return trail, _keep_unread(trail, units)
@@ -355,7 +355,7 @@ def _pinned(trail: Trail, units: Units) -> int:
     """How many channels of layers must stay."""
     pinned = units.why.pinned(units.count)
     sides = (side for layer in trail.layers for side in (layer.input_channels, layer.output_channels))
-    return sum(int(pinned[known[known >= 0]].sum()) for known in map(units.of, sides))
+    return sum(int(pinned[in_units[in_units >= 0]].sum()) for in_units in map(units.of, sides))
 
 
 def _read(trail: Trail, units: Units) -> Tensor:

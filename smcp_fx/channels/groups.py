@@ -60,16 +60,16 @@ def form_groups(trail: Trail, units: Units, multiple: int) -> tuple[list[Group],
     table, orphans = _slots_of(trail, units)
     if orphans.numel():
         units = Units(units.unit, units.why.and_also(orphans, Reason("", "no layer produces it")))
-    found = []
+    drafts = []
     order = {layer.path: index for index, layer in enumerate(trail.layers)}
     for members in table.alike(units.why):
         channels = table.of(int(members[0]))
         pinned = tuple(sorted({reason.text for reason in units.why.get(int(members[0]))}))
         place = min(order[path] + (side == "in") / 2 for path, side in channels if path in order)
-        found.append((place, channels, pinned, members))
+        drafts.append((place, channels, pinned, members))
     groups: list[Group] = []
     names: set[str] = set()
-    for _, channels, pinned, members in sorted(found, key=lambda item: item[0]):
+    for _, channels, pinned, members in sorted(drafts, key=lambda item: item[0]):
         groups.append(_group(channels, pinned, members, multiple, names))
         names.add(groups[-1].name)
     return groups, units
@@ -99,8 +99,8 @@ def _slots_of(trail: Trail, units: Units) -> tuple[_Slots, Tensor]:
     ]
     standing += [trail.labels[name] for name in trail.selected]
     for labels in standing:
-        known = torch.unique(units.of(narrow_uniform(labels)))
-        produced[known[known >= 0]] = True
+        standing_units = torch.unique(units.of(narrow_uniform(labels)))
+        produced[standing_units[standing_units >= 0]] = True
     layered = {name for layer in trail.layers for name in (layer.weight, layer.bias)}
     others = {
         f"{name}.{dim}": labels
@@ -155,11 +155,11 @@ class _Slots:
 
     def add(self, key: tuple[str, str], units: Tensor, among: Tensor | None = None) -> Tensor:
         """Count the units' slots under a key; returns the distinct units. ``among``: ignore other units."""
-        found, counts = torch.unique(units, return_counts=True)
-        kept = found >= 0
+        distinct, counts = torch.unique(units, return_counts=True)
+        kept = distinct >= 0
         if among is not None:
-            kept &= among[found.clamp(min=0)]
-        rows = torch.stack([found, torch.full_like(found, len(self.keys)), counts])[:, kept]
+            kept &= among[distinct.clamp(min=0)]
+        rows = torch.stack([distinct, torch.full_like(distinct, len(self.keys)), counts])[:, kept]
         self._rows.append(rows)
         self.keys.append(key)
         self.present[rows[0]] = True

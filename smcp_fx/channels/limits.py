@@ -41,8 +41,8 @@ def _limit(channels: ChannelGraph, limit: WidthLimit, layer: Layer) -> bool:
     labels = torch.unique(layer.output_channels)  # a recurrent layer has each of them once a gate
     units = channels.units.of(labels)
     of = torch.where(units >= 0, channels.group_of_unit[units.clamp(min=0)], -1)
-    found, counts = (values.tolist() for values in torch.unique(of, return_counts=True))
-    free = {i: n for i, n in zip(found, counts, strict=True) if i >= 0 and channels.groups[i].free}
+    indices, counts = (values.tolist() for values in torch.unique(of, return_counts=True))
+    free = {i: n for i, n in zip(indices, counts, strict=True) if i >= 0 and channels.groups[i].free}
     full, open_ = labels.numel(), sum(free.values())
     named = limit.sign == "=" or (limit.sign == ">=" and limit.pattern == layer.path)
     if named and not limit.is_share and limit.number > full:  # narrow layers of a pattern stay whole

@@ -45,7 +45,7 @@ def made_tensors(
             _touch(node.args[0], tensors, filled)
             made.update(dict.fromkeys(filled, False))
             touched |= filled
-    found: dict[str, set[str] | None] = {}
+    readers_of: dict[str, set[str] | None] = {}
     for node, here in made.items():
         alone = has(operation_name(node, None), Trait.FILLS) and not any(made[user] for user in node.users)
         if not here or node in touched or alone:
@@ -53,8 +53,10 @@ def made_tensors(
         value = values[node.name]
         numbers = isinstance(value, TensorInfo) and value.is_continuous
         readers = {user.name for user in node.users if not made[user] and user.name not in unread}
-        found[node.name] = {user.name for user in node.users if made[user]} if numbers and readers else None
-    return found
+        readers_of[node.name] = (
+            {user.name for user in node.users if made[user]} if numbers and readers else None
+        )
+    return readers_of
 
 
 def _read(node: fx.Node) -> list[fx.Node]:

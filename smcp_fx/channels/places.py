@@ -99,8 +99,8 @@ def _selected(run: Propagation, call: Call) -> Call:
     labels = run.of(call.args[0], [d - rank for d in range(rank) if d != dim % rank])
     if dim % rank in run.varied(labels):
         return call
-    known = ConstantRef(node.name, tuple(index.shape), torch.zeros_like(index))
-    return replace(call, args=(labels, dim, known), kwargs={})
+    positions = ConstantRef(node.name, tuple(index.shape), torch.zeros_like(index))
+    return replace(call, args=(labels, dim, positions), kwargs={})
 
 
 def _is_computed(run: Propagation, labels: Tensor, node: fx.Node) -> bool:

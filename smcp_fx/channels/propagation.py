@@ -158,11 +158,11 @@ class Propagation:
             return value
         if value.name not in self.trail.elements:
             rank = len(value.shape)
-            told = range(rank) if along is None else [d + rank for d in along if d + rank >= 0]
+            dims = range(rank) if along is None else [d + rank for d in along if d + rank >= 0]
             if isinstance(value, MadeRef):
-                fitting = [d for d in told if d in value.told]
-                told = [1] if along is None and rank > 2 and 1 in fitting else fitting
-            shape = [size if d in told else 1 for d, size in enumerate(value.shape)]
+                fitting = [d for d in dims if d in value.channel_dims]
+                dims = [1] if along is None and rank > 2 and 1 in fitting else fitting
+            shape = [size if d in dims else 1 for d, size in enumerate(value.shape)]
             count = math.prod(shape)
             labels = uniform(self.fixed(value.name, _single(value)), value.shape) if count == 1 else None
             if labels is None:
@@ -174,14 +174,14 @@ class Propagation:
                 self.stand_alone(labels)
         return self.trail.elements[value.name]
 
-    def settled(self, labels: Tensor, told: Collection[int]) -> Tensor:
+    def settled(self, labels: Tensor, channel_dims: Collection[int]) -> Tensor:
         """Labels of learned tokens or position embeddings, tied along the dimensions that hold no channels.
 
-        ``told``: the dimensions (counted from the last, -1) in which the other operand has channels. Before that
-        operand is known, each element of such a parameter has its own label.
+        ``channel_dims``: the dimensions (counted from the last, -1) in which the other operand has channels. Until
+        that operand comes, each element of such a parameter has its own label.
         """
         varied = [dim - labels.dim() for dim in varied_dims(labels)]
-        extra = [dim for dim in varied if dim not in told]
+        extra = [dim for dim in varied if dim not in channel_dims]
         if len(extra) in (0, len(varied)) or not self.is_alone(labels):
             return labels
         for dim in extra:
@@ -329,10 +329,10 @@ class Propagation:
 
     def made(self, node: fx.Node, shape: tuple[int, ...]) -> MadeRef | None:
         """A tensor that gets labels from the other operands of its reader; None if no dimension can hold channels."""
-        told = tuple(
+        channel_dims = tuple(
             dim for dim, size in enumerate(shape) if size > 1 and not self.sizes.follow_input(node, dim)
         )
-        return MadeRef(f"{node.name}()", shape, told) if told else None
+        return MadeRef(f"{node.name}()", shape, channel_dims) if channel_dims else None
 
     def _attribute(self, target: str, value: Any) -> Any:
         if not isinstance(value, TensorInfo):

@@ -33,9 +33,9 @@ def elementwise(run: Propagation, call: Call) -> Any:
     leaves = tensor_leaves((call.args, call.kwargs))
     if call.name in ("typeas", "to"):  # the second tensor only names a type
         leaves = leaves[:1]
-    told = {d - t.dim() for t in leaves if isinstance(t, Tensor) for d in varied_dims(t)}
+    varied = {d - t.dim() for t in leaves if isinstance(t, Tensor) for d in varied_dims(t)}
     met = run.met(leaves)
-    operands = [run.settled(run.of(leaf, told or None), met) for leaf in leaves]
+    operands = [run.settled(run.of(leaf, varied or None), met) for leaf in leaves]
     operands = [labels for labels in operands if labels.numel() > 1 or bool((labels > 0).any())]
     if not operands:
         return run.filled(call.value, run.fixed(call.node.name, "made of constants"))

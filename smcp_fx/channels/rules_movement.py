@@ -65,8 +65,8 @@ def move(run: Propagation, call: Call) -> Any:
     if isinstance(call.args[0], Tensor) and len(unknown) > int(shaped_as):
         return run.unknown(call, f"{call.shown!r} by a tensor whose values are not known")
     if isinstance(call.args[0], ConstantRef) and is_index(call.node):
-        known = execute(call, *known_values((call.args, call.kwargs)))
-        return ConstantRef(f"{call.args[0].name} of {call.node.name}", tuple(known.shape), known)
+        moved = execute(call, *known_values((call.args, call.kwargs)))
+        return ConstantRef(f"{call.args[0].name} of {call.node.name}", tuple(moved.shape), moved)
     if isinstance(call.args[0], ConstantRef) and holds_places(call.args[0].value, call.node):
         why = f"{call.args[0].name!r} tells where to read and write"
         run.trail.elements.setdefault(
@@ -141,8 +141,8 @@ def _expanded(run: Propagation, call: Call, source: Tensor, result: Tensor, othe
     """
     ahead = result.dim() - source.dim()
     spread = [d for d, n in enumerate(result.shape) if n > 1 and (d < ahead or source.shape[d - ahead] == 1)]
-    told = _read_along(run, call.node) if other is None else run.varied(other)
-    places = [d for d in spread if d in told]
+    varied = _read_along(run, call.node) if other is None else run.varied(other)
+    places = [d for d in spread if d in varied]
     uniform = not varied_dims(source)
     if not uniform or len(places) != 1 or run.sizes.follow_input(call.node, places[0]):
         if other is not None:
@@ -193,20 +193,20 @@ def attribute(run: Propagation, call: Call) -> Any:
 
 def join(run: Propagation, call: Call) -> Any:
     """cat, stack and similar operations. Uniform dimensions are narrowed first, so that they cost no memory."""
-    given = list(call.args[0] if call.args else call.kwargs["tensors"])
+    parts = list(call.args[0] if call.args else call.kwargs["tensors"])
     args, kwargs = call.args, call.kwargs
     full = call.shape
     if call.name in ("hstack", "vstack"):
-        if any(len(t.shape) < 2 for t in given):
+        if any(len(t.shape) < 2 for t in parts):
             return run.unknown(call)
         dim = int(call.name == "hstack")
     else:
         dim = int(args[1] if len(args) > 1 else kwargs.get("dim", kwargs.get("axis", 0)))
-    told = {d - t.dim() for t in given if isinstance(t, Tensor) for d in varied_dims(t)}
+    channel_dims = {d - t.dim() for t in parts if isinstance(t, Tensor) for d in varied_dims(t)}
     if call.name != "stack":
-        told.add(dim % len(full) - len(full))
-    met = run.met(given)
-    tensors = [run.settled(run.of(t, told if isinstance(t, MadeRef) else None), met) for t in given]
+        channel_dims.add(dim % len(full) - len(full))
+    met = run.met(parts)
+    tensors = [run.settled(run.of(t, channel_dims if isinstance(t, MadeRef) else None), met) for t in parts]
     if call.name == "stack":
         tensors = [t.unsqueeze(dim) for t in tensors]
     tensors = [t for t in tensors if t.numel()]
@@ -291,8 +291,8 @@ def _folded_into_batch(run: Propagation, call: Call, source: Tensor, result: Any
             return run.tie_along(result, 0)
         for dim in varied_dims(result)[1:]:  # a kernel a channel: [b * c, 1, 3, 3]
             result = run.tie_along(result, dim)
-    given = call.node.args[1:]
-    first = next(iter(given[0] if given and isinstance(given[0], (tuple, list)) else given), None)
+    sizes = call.node.args[1:]
+    first = next(iter(sizes[0] if sizes and isinstance(sizes[0], (tuple, list)) else sizes), None)
     written = isinstance(first, int) and first >= 0 and call.name in ("view", "reshape")
     if written or not run.sizes.follow_input(call.node, 0):
         run.pin(source, call.node.name, f"channels are folded into the batch by {call.node.name!r}")

@@ -41,8 +41,8 @@ def product(run: Propagation, call: Call) -> Any:
     made = _two_operands(run, call, (operands[0], operands[1]), names, out)
     if call.name not in ("addmm", "baddbmm") or call.shape != tuple(made.shape):
         return made
-    told = [dim - made.dim() for dim in varied_dims(made)]
-    return bring_together(run, call, [run.of(call.args[0], told), made], call.shape)
+    varied = [dim - made.dim() for dim in varied_dims(made)]
+    return bring_together(run, call, [run.of(call.args[0], varied), made], call.shape)
 
 
 def _two_operands(
@@ -119,8 +119,8 @@ def _product(
         across = {names[this][d] for d in run.varied(sides[this])}
         if across & shared:
             # This operand has separate heads: the other's heads go with them, each as a whole.
-            told = {names[other][d] for d in run.varied(sides[other])}
-            for d in varied_dims(sides[other]) if told & shared else ():
+            varied_names = {names[other][d] for d in run.varied(sides[other])}
+            for d in varied_dims(sides[other]) if varied_names & shared else ():
                 if names[other][d] not in shared:
                     sides[other] = run.tie_along(sides[other], d)
     aligned = [_aligned(labels, own, out) for labels, own in zip(sides, names, strict=True)]
@@ -158,7 +158,7 @@ def _contracted(
     """
     first = FIRST_FACTOR.get(call.name or "", 0)
     dims = [{d for d, name in enumerate(own) if name not in out} for own in names]
-    sides = [run.settled(sides[this], _told(run, sides, names, dims, this)) for this in (0, 1)]
+    sides = [run.settled(sides[this], _met_dims(run, sides, names, dims, this)) for this in (0, 1)]
     across = [set(run.varied(labels)) for labels in sides]
     for this, other in ((0, 1), (1, 0)):
         if (
@@ -215,15 +215,15 @@ def _over_block(
     return sides
 
 
-def _told(
+def _met_dims(
     run: Propagation, sides: list[Tensor], names: Sequence[list[str]], dims: list[set[int]], this: int
 ) -> set[int]:
     """The dimensions of an operand, counted from the last, in which the other operand has channels."""
     labels, other = sides[this], sides[1 - this]
     if run.is_alone(other):
         return {d - labels.dim() for d in dims[this]}
-    told = {names[1 - this][d] for d in run.varied(other)}
-    return {d - labels.dim() for d, name in enumerate(names[this]) if name in told}
+    varied_names = {names[1 - this][d] for d in run.varied(other)}
+    return {d - labels.dim() for d, name in enumerate(names[this]) if name in varied_names}
 
 
 def _is_apart(call: Call, first: int, masked: int) -> bool:

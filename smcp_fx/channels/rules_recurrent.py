@@ -38,11 +38,13 @@ def recurrent(run: Propagation, call: Call) -> Any:
     inputs = own_inputs(run, call, channel_labels(run, labels, last))
     names = [run.parameter(f"{owner.target}.{name}") for name in weight_names(module)]
     states = next(n for n in names if n.rpartition(".")[2].startswith("weight_hh"))
-    known = run.trail.slots.get(states, {}).get(1)
-    hidden = run.fresh(call.node.name, run.module.get_parameter(states).shape[1]) if known is None else known
+    recorded = run.trail.slots.get(states, {}).get(1)
+    hidden = (
+        run.fresh(call.node.name, run.module.get_parameter(states).shape[1]) if recorded is None else recorded
+    )
     for held in tensor_leaves(call.args[3]):
-        given = run.of(held, {-1})
-        run.tie(channel_labels(run, given, given.dim() - 1), hidden)
+        state = run.of(held, {-1})
+        run.tie(channel_labels(run, state, state.dim() - 1), hidden)
     ways = 2 if isinstance(module, nn.RNNBase) and module.bidirectional else 1
     for name, read in zip(names, reads, strict=True):
         gates = run.module.get_parameter(name).shape[0] // hidden.numel()
@@ -54,7 +56,7 @@ def recurrent(run: Propagation, call: Call) -> Any:
             columns = inputs if first else hidden if "_hh" in attribute else hidden.repeat(ways)
             run.slot(name, 1, columns)
             _record(run, read, name, (columns, rows), tuple(labels.shape[:-1]))
-    made = hidden if known is None else renamed(run, call, hidden)
+    made = hidden if recorded is None else renamed(run, call, hidden)
     leaves, structure = pytree.tree_flatten(call.value)
     placed = [_placed(info, made, ways) for info in leaves]
     return pytree.tree_unflatten(placed, structure)

@@ -27,11 +27,11 @@ def transform(run: Propagation, call: Call) -> Any:
 
 def _transformed(call: Call, rank: int) -> set[int]:
     several = (call.name or "")[-1] in "2n"
-    given = call.argument(2, "dim", (-2, -1) if (call.name or "").endswith("2") else None if several else -1)
-    if given is None:
+    dims = call.argument(2, "dim", (-2, -1) if (call.name or "").endswith("2") else None if several else -1)
+    if dims is None:
         sizes = call.argument(1, "s")
-        given = range(rank) if sizes is None else range(rank - len(sizes), rank)
-    return {int(dim) % rank for dim in (given if several else (given,))}
+        dims = range(rank) if sizes is None else range(rank - len(sizes), rank)
+    return {int(dim) % rank for dim in (dims if several else (dims,))}
 
 
 def pairs(run: Propagation, call: Call) -> Any:

@@ -240,9 +240,9 @@ def softmax(run: Propagation, call: Call) -> Any:
     dim = call.option(position, "dim")
     if dim is None:  # torch's own choice, from before it asked for one
         dim = 1 if call.name == "normalize" or labels.dim() not in (0, 1, 3) else 0
-        told = call.name == "normalize"
+        explicit = call.name == "normalize"
     else:
-        told = True
+        explicit = True
     axis = int(dim) % labels.dim()
     labels = as_image(run, call, labels, {axis})
     mixed = tie_mixed(run, call, labels, {axis})
@@ -251,7 +251,7 @@ def softmax(run: Propagation, call: Call) -> Any:
     form = {"softmax": "instead", "logsoftmax": "instead", "normalize": "instead"}.get(
         call.name or "", _FORMS.get(call.name or "")
     )
-    if form is None or not told or call.kwargs.get("out") is not None:
+    if form is None or not explicit or call.kwargs.get("out") is not None:
         return run.unknown(call, f"channels are mixed by {call.shown!r}")
     channels = channel_labels(run, labels, axis)
     record_mix(run, call, place(channels, tuple(labels.shape), axis), form)

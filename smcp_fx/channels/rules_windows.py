@@ -59,14 +59,14 @@ def max_unpool(run: Propagation, call: Call) -> Any:
 
 def boxes_of(run: Propagation, call: Call) -> Any:
     """Cuts boxes out of images, every channel at the same places."""
-    for given in tensor_leaves((call.args[1:], call.kwargs)):
-        run.pin(run.of(given), call.node.name, f"tells {call.node.name!r} where all channels are read")
+    for operand in tensor_leaves((call.args[1:], call.kwargs)):
+        run.pin(run.of(operand), call.node.name, f"tells {call.node.name!r} where all channels are read")
     return like(call, place(channel_labels(run, run.of(call.argument(0, "input")), 1), call.shape, 1))
 
 
 def carried(run: Propagation, call: Call) -> Any:
     """Tensors that Python code cuts out of several maps, whose channels go together: see `regions.carriers`."""
-    first, *others = (channel_labels(run, run.of(given), 1) for given in call.args[1:])
+    first, *others = (channel_labels(run, run.of(operand), 1) for operand in call.args[1:])
     for other in others:
         run.tie(first, other)
     return place(renamed(run, call, first), call.shape, 1)
@@ -75,8 +75,8 @@ def carried(run: Propagation, call: Call) -> Any:
 def deformable(run: Propagation, call: Call) -> Any:
     """A convolution at displaced points. Each group of channels has its own offsets."""
     source, weight, offset, mask, bias = call.args[:5]
-    for given in (offset, mask):
-        run.pin(run.of(given), call.node.name, f"tells {call.node.name!r} where all channels are read")
+    for operand in (offset, mask):
+        run.pin(run.of(operand), call.node.name, f"tells {call.node.name!r} where all channels are read")
     inputs = channel_labels(run, run.of(source), 1)
     labels = place(inputs, tuple(source.shape), 1)
     rows = inputs.reshape(run.of(offset).shape[1] // (2 * math.prod(weight.shape[2:])), -1)
@@ -84,10 +84,10 @@ def deformable(run: Propagation, call: Call) -> Any:
     # Without a bias, torchvision passes zeros.
     made = not isinstance(bias, ParameterRef) or isinstance(bias, MadeRef)
     weights = (weight, None if made else bias)
-    found = dense_convolution(run, call, labels, weights, inputs.numel() // weight.shape[1])
+    result = dense_convolution(run, call, labels, weights, inputs.numel() // weight.shape[1])
     if made and bias is not None:
-        run.tie(run.of(bias), channel_labels(run, found, 1))
-    return found
+        run.tie(run.of(bias), channel_labels(run, result, 1))
+    return result
 
 
 RULES: dict[str, Rule] = {

@@ -27,25 +27,25 @@ def written(run: Propagation, call: Call) -> Any:
     parts = _parts(index, len(target.shape)) if isinstance(target, (Tensor, ParameterRef)) else None
     if parts is None:
         return run.unknown(call, f"{call.node.name!r} {_APART}")
-    given = _beside(run, source, parts)
-    dims = set() if given is None else set(varied_dims(given))
-    told = {dim - len(parts) for dim in dims}
+    content = _beside(run, source, parts)
+    dims = set() if content is None else set(varied_dims(content))
+    channel_dims = {dim - len(parts) for dim in dims}
     labels = None
     if not isinstance(target, MadeRef):
-        labels = run.settled(run.of(target), told or {1 - len(parts)})
+        labels = run.settled(run.of(target), channel_dims or {1 - len(parts)})
         dims |= set(varied_dims(labels))
-    elif told:
-        labels = run.of(target, told)
+    elif channel_dims:
+        labels = run.of(target, channel_dims)
     else:
-        dims = set(target.told)  # any of these may hold channels
+        dims = set(target.channel_dims)  # any of these may hold channels
     if any(parts[dim] != _EVERYWHERE for dim in dims):
         return run.unknown(call, f"{call.node.name!r} {_APART}")
     for part in parts:
         if isinstance(part, (Tensor, ParameterRef)):
             run.pin(run.of(part), call.node.name, f"tells {call.node.name!r} where all channels are written")
-    if labels is not None and given is not None:
+    if labels is not None and content is not None:
         shape = tuple(size if dim in dims else 1 for dim, size in enumerate(labels.shape))
-        bring_together(run, call, [at_first(labels, dims), at_first(given, dims)], shape)
+        bring_together(run, call, [at_first(labels, dims), at_first(content, dims)], shape)
     return None
 
 
@@ -86,15 +86,17 @@ def scattered(run: Propagation, call: Call) -> Any:
     source = call.argument(3, "source", call.argument(3, "src", call.argument(3, "value")))
     rank = len(call.shape)
     dim = int(dim) % rank
-    known = run.of(source) if isinstance(source, (Tensor, ParameterRef)) else None
-    along = {d - rank for d in varied_dims(known)} if known is not None and known.dim() == rank else None
+    content = run.of(source) if isinstance(source, (Tensor, ParameterRef)) else None
+    along = (
+        {d - rank for d in varied_dims(content)} if content is not None and content.dim() == rank else None
+    )
     if isinstance(target, MadeRef) and not along and target.name not in run.trail.elements:
         made = run.fixed(call.node.name, constant_made_by(call.node.name))  # rows of ones and zeros
         run.trail.elements[target.name] = uniform(made, target.shape)
     labels = tie_mixed(run, call, run.of(target, along), {dim})
     if labels is None:
         return run.unknown(call, f"{call.node.name!r} {_APART}")
-    operands = [labels] + ([known] if known is not None and known.dim() == rank else [])
+    operands = [labels] + ([content] if content is not None and content.dim() == rank else [])
     if len(index.shape) == rank and not isinstance(index, ConstantRef):
         operands.append(run.of(index))
     else:

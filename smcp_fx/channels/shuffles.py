@@ -68,10 +68,10 @@ def _picks(run: Propagation, node: fx.Node) -> bool:
 
 
 def _records(run: Propagation, root: fx.Node, chain: list[fx.Node], labels: Tensor) -> bool:
-    found = _order(run, chain, labels)
-    if found is None or found[0] not in varied_dims(labels) or run.sizes.follow_input(root, found[0]):
+    order = _order(run, chain, labels)
+    if order is None or order[0] not in varied_dims(labels) or run.sizes.follow_input(root, order[0]):
         return False  # it shuffles no channels, or a number that follows the input
-    run.trail.shuffles[chain[-1].name] = Shuffle(root.name, *found, tuple(n.name for n in chain[:-1]))
+    run.trail.shuffles[chain[-1].name] = Shuffle(root.name, *order, tuple(n.name for n in chain[:-1]))
     run.trail.virtual.update(node.name for node in chain[:-1])
     return True
 
@@ -82,13 +82,13 @@ def _order(run: Propagation, chain: list[fx.Node], labels: Tensor) -> tuple[int,
     Also None if the result differs at another size: from `[b, h // 4, 4, c]` by `[b, h, c]` to `[b, 4, h // 4, c]`
     is a way back for h = 16 alone.
     """
-    found, root = _order_at(run, chain, run.values, varied_dims(labels)), chain[0].args[0]
+    order, root = _order_at(run, chain, run.values, varied_dims(labels)), chain[0].args[0]
     there = run.sizes.other.get(root.name) if isinstance(root, fx.Node) else None
-    if found is None or not isinstance(there, TensorInfo) or there.shape == labels.shape:
-        return found
-    other = _order_at(run, chain, run.sizes.other, [found[0]])
-    same = other is not None and other[0] == found[0] and torch.equal(other[1], found[1])
-    return found if same else None
+    if order is None or not isinstance(there, TensorInfo) or there.shape == labels.shape:
+        return order
+    other = _order_at(run, chain, run.sizes.other, [order[0]])
+    same = other is not None and other[0] == order[0] and torch.equal(other[1], order[1])
+    return order if same else None
 
 
 def _order_at(

@@ -26,13 +26,15 @@ class Sizes:
     @functools.cached_property
     def _numbers(self) -> set[fx.Node]:
         """Numbers that differ for other images, and numbers computed from these."""
-        found: set[fx.Node] = set()
+        following: set[fx.Node] = set()
         for node in self._nodes:
             here, there = self.values.get(node.name), self.other.get(node.name)
             differs = type(here) is int and type(there) is int and here != there
-            if differs or (type(here) in (int, float, bool) and not found.isdisjoint(node.all_input_nodes)):
-                found.add(node)
-        return found
+            if differs or (
+                type(here) in (int, float, bool) and not following.isdisjoint(node.all_input_nodes)
+            ):
+                following.add(node)
+        return following
 
     @functools.cached_property
     def sides_differ(self) -> bool:

@@ -90,10 +90,10 @@ def _layer(run: Propagation, call: Call, labels: Tensor, stack: _Stack) -> Tenso
     shared = varied.intersection(stack.shared)
     if not decided:
         whole = bool(shared) and (call.node.name in run.turned or varied.isdisjoint(stack.summed))
-        told = shared if whole else varied - shared
-        read = max(sorted(told), key=lambda name: _apart(run, labels, stack.there[name]), default="")
+        candidates = shared if whole else varied - shared
+        read = max(sorted(candidates), key=lambda name: _apart(run, labels, stack.there[name]), default="")
         at = read if whole else ""
-        decided = whole or run.seen is not None or (len(told) == 1 and len(stack.made) == 1)
+        decided = whole or run.seen is not None or (len(candidates) == 1 and len(stack.made) == 1)
     if read not in stack.held:  # there are no channels, or they pass beside the weight
         core = narrow_uniform(labels)
         if any(core.shape[stack.there[name]] > 1 for name in stack.shared):

@@ -38,21 +38,21 @@ def keep_unsteady(one: Run, other: Run) -> tuple[Units, str]:
     unsteady = partners.clone()
     unsteady[mine[(mine >= 0) & ((theirs < 0) | shared[theirs.clamp(min=0)])]] = True
     pinned = units.why.pinned(count)
-    found = (unsteady & ~pinned).nonzero().flatten()
+    newly_pinned = (unsteady & ~pinned).nonzero().flatten()
     why, where = units.why, ""
-    if found.numel():
-        where = _where(one, other, found)
-        why = why.and_also(found, Reason(where, f"which channels meet at {where!r} {DEPENDS}"))
+    if newly_pinned.numel():
+        where = _where(one, other, newly_pinned)
+        why = why.and_also(newly_pinned, Reason(where, f"which channels meet at {where!r} {DEPENDS}"))
     else:  # perhaps all channels are tied, at both sizes
         where = _spread_over_space(one, other, why.only(EMPTY, count))
     return Units(units.unit, _also_pinned(why, unsteady | pinned, mine, theirs, other)), where
 
 
-def _also_pinned(why: Why, known: Tensor, mine: Tensor, theirs: Tensor, other: Run) -> Why:
+def _also_pinned(why: Why, pinned_here: Tensor, mine: Tensor, theirs: Tensor, other: Run) -> Why:
     """The reasons, with those that only arise at the other size."""
     reasons = other[1].why
     pinned = reasons.pinned(int(other[1].unit.max()) + 1)
-    new = (mine >= 0) & (theirs >= 0) & ~known[mine.clamp(min=0)] & pinned[theirs.clamp(min=0)]
+    new = (mine >= 0) & (theirs >= 0) & ~pinned_here[mine.clamp(min=0)] & pinned[theirs.clamp(min=0)]
     for unit, its in zip(mine[new].tolist(), theirs[new].tolist(), strict=True):
         reason = reasons.get(its)[0]
         other_size = reason._replace(text=f"{reason.text}, at another size of the images")
@@ -101,7 +101,7 @@ def _spread_over_space(one: Run, other: Run, stuck: Tensor) -> str:
     """The first tensor with any of these units along a dimension whose size differs between the runs."""
     for name, before, after in _tensors(one, other) if bool(stuck.any()) else ():
         if not _comparable(before, after) and bool(
-            stuck[(known := one[1].of(narrow_uniform(before)))[known >= 0]].any()
+            stuck[(units := one[1].of(narrow_uniform(before)))[units >= 0]].any()
         ):
             return name
     return ""

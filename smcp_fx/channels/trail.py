@@ -69,10 +69,10 @@ class ConstantRef(ParameterRef):
 class MadeRef(ParameterRef):
     """A tensor filled with one value (`torch.zeros(b, n, h, w)`): it keeps the channels of the other operands.
 
-    ``told``: the dimensions that can hold channels, as their size is the same for all inputs.
+    ``channel_dims``: the dimensions that can hold channels, as their size is the same for all inputs.
     """
 
-    told: tuple[int, ...]
+    channel_dims: tuple[int, ...]
 
 
 def constant_made_by(node: str) -> str:
@@ -156,9 +156,9 @@ class Layer:
 
     def tensor(self, module: nn.Module) -> Tensor:
         """The parameter that the weight is, or one that it is computed from."""
-        found = held(module, self.source)
-        assert isinstance(found, Tensor)
-        return found
+        parameter = held(module, self.source)
+        assert isinstance(parameter, Tensor)
+        return parameter
 
 
 @dataclass(frozen=True)
@@ -292,7 +292,7 @@ class Trail:
     origins: dict[tuple[str, int], tuple[int, int]] = field(default_factory=dict)
     count: int = 1  # labels handed out, 0 unused
 
-    def told(self, reason: Reason) -> str:
+    def explained(self, reason: Reason) -> str:
         """A reason with its node, and the line of the model's code, if known."""
         line = f" in {self.lines[reason.node]}" if reason.node in self.lines else ""
         return f"{reason.text} (at {reason.node!r}{line})" if reason.node else reason.text
@@ -300,18 +300,18 @@ class Trail:
 
 def tensor_leaves(tree: Any) -> list[Tensor | ParameterRef]:
     """All label tensors and parameter references in a pytree (slices included)."""
-    found: list[Tensor | ParameterRef] = []
+    leaves: list[Tensor | ParameterRef] = []
     for leaf in leaves_of(tree):
         if isinstance(leaf, slice):
-            found += tensor_leaves((leaf.start, leaf.stop, leaf.step))
+            leaves += tensor_leaves((leaf.start, leaf.stop, leaf.step))
         elif isinstance(leaf, (Tensor, ParameterRef)):
-            found.append(leaf)
-    return found
+            leaves.append(leaf)
+    return leaves
 
 
 def named_leaves(tree: Any) -> Iterator[tuple[str, Tensor | ParameterRef]]:
     """The same leaves, each with its key in the first dictionary around it, quoted; "" without a dictionary."""
     for path, leaf in pytree.tree_flatten_with_path(tree)[0]:
         names = [f" {key.key!r}" for key in path if isinstance(key, pytree.MappingKey)]
-        for found in tensor_leaves(leaf):
-            yield "".join(names[:1]), found
+        for tensor in tensor_leaves(leaf):
+            yield "".join(names[:1]), tensor

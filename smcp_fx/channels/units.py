@@ -34,8 +34,8 @@ class Why:
     def get(self, unit: int) -> list[Reason]:
         """Up to eight different reasons for a unit, in the order they arose."""
         first, last = torch.searchsorted(self.units, torch.tensor([unit, unit + 1])).tolist()
-        found = self.reasons[first:last].tolist()
-        return list(dict.fromkeys(self.texts[index] for index in found))[:8]
+        indices = self.reasons[first:last].tolist()
+        return list(dict.fromkeys(self.texts[index] for index in indices))[:8]
 
     def pinned(self, count: int) -> Tensor:
         """A bool for each of ``count`` units: whether it must stay."""
@@ -82,11 +82,11 @@ class Units:
 
     def among(self, several: Iterable[Tensor]) -> Tensor:
         """A bool for each unit: do any of these labels belong to it?"""
-        found = torch.zeros(self.count, dtype=torch.bool)
+        chosen = torch.zeros(self.count, dtype=torch.bool)
         for labels in several:
-            known = self.of(narrow_uniform(labels)).reshape(-1)
-            found[known[known >= 0]] = True
-        return found
+            own = self.of(narrow_uniform(labels)).reshape(-1)
+            chosen[own[own >= 0]] = True
+        return chosen
 
     def narrowed(self, labels: Tensor) -> Tensor:
         """The labels, with dimensions along which their units do not change at size 1."""
@@ -119,8 +119,12 @@ def close(trail: Trail) -> Units:
     reasons = [reason for _, reason in pins]
     emptied: dict[int, tuple[str, Tensor]] = {}  # for each unit a tensor, of several channels if one is
     for name, labels in _whole(trail):
-        known = units.of(labels)
-        if known.numel() and not varied_dims(known) and (unit := int(known[(0,) * known.dim()])) >= 0:
+        own_units = units.of(labels)
+        if (
+            own_units.numel()
+            and not varied_dims(own_units)
+            and (unit := int(own_units[(0,) * own_units.dim()])) >= 0
+        ):
             own = torch.unique(narrow_uniform(labels))
             if unit not in emptied or emptied[unit][1].numel() == 1 < own.numel():
                 emptied[unit] = name, own
@@ -177,16 +181,16 @@ def _rectangular(
     ``alone``: for the elements of a parameter, the dimension along which they go with different channels of other
     tensors, if there is one. A position embedding may have more positions than channels.
     """
-    known = units.of(labels)
-    varied = varied_dims(known)
+    own_units = units.of(labels)
+    varied = varied_dims(own_units)
     if len(varied) < 2:
         return []
     core = narrow_uniform(labels)
-    told = _met_along(core, known, units) if alone else []
+    met = _met_along(core, own_units, units) if alone else []
     kept = (
-        told[0]
-        if len(told) == 1
-        else max(varied, key=lambda dim: torch.unique(at_first(known, [dim])).numel())
+        met[0]
+        if len(met) == 1
+        else max(varied, key=lambda dim: torch.unique(at_first(own_units, [dim])).numel())
     )
     ties = []
     for dim in varied:
@@ -195,9 +199,9 @@ def _rectangular(
     return ties
 
 
-def _met_along(core: Tensor, known: Tensor, units: Units) -> list[int]:
+def _met_along(core: Tensor, own_units: Tensor, units: Units) -> list[int]:
     """The dimensions along which a parameter's elements go with different units of other tensors."""
-    of = torch.where(core > 0, narrow_uniform(known).expand_as(core), -1)
+    of = torch.where(core > 0, narrow_uniform(own_units).expand_as(core), -1)
     own = torch.bincount(units.unit[torch.unique(core[core > 0])], minlength=units.count)
     shared = torch.bincount(units.unit, minlength=units.count) > own
     met = (of >= 0) & shared[of.clamp(min=0)]
@@ -231,5 +235,5 @@ def _bind(left: Tensor, right: Tensor, units: Units, pins: list[tuple[Tensor, in
 
 def _whole(trail: Trail) -> list[tuple[str, Tensor]]:
     """Tensors and parameter dimensions that must not become empty: no single unit may cover one completely."""
-    found = [(name, labels) for name, slots in trail.slots.items() for labels in slots.values()]
-    return [*_labelled(trail), *found, *trail.elements.items()]
+    slots_of = [(name, labels) for name, slots in trail.slots.items() for labels in slots.values()]
+    return [*_labelled(trail), *slots_of, *trail.elements.items()]

@@ -53,7 +53,7 @@ def weight_statistics(
         if node.op == "get_attr" and str(node.target) in names:
             reads.setdefault(names[str(node.target)], []).append(node)
     layers, dims = _layers(module, values, names)
-    found = []
+    results = []
     for name, own in {**beside, **dims}.items():
         users = {user for read in reads.get(name, ()) for user in read.users}
         if any(user not in layers and not is_question(user) and user.name not in hidden for user in users):
@@ -64,8 +64,8 @@ def weight_statistics(
             except UNFIT:
                 continue
             if statistics.ends:
-                found.append(statistics)
-    return found
+                results.append(statistics)
+    return results
 
 
 def _layers(
@@ -73,7 +73,7 @@ def _layers(
 ) -> tuple[dict[fx.Node, Dims], dict[str, Dims]]:
     """Layers that read a (scaled) parameter: the channel dimensions of their weight, and of the parameter."""
     layers: dict[fx.Node, Dims] = {}
-    found: dict[str, Dims] = {}
+    dims_of: dict[str, Dims] = {}
     for use in module.graph.nodes:
         name = operation_of(module, use) or ""
         if not (name.startswith("conv") or name == "linear"):
@@ -90,9 +90,9 @@ def _layers(
                 node, own = _before(module, values, node, own)
             weight = str(node.target) if isinstance(node, fx.Node) else ""
         weight = names.get(weight, "")
-        if weight and groups == 1 and found.setdefault(weight, own) == own:
+        if weight and groups == 1 and dims_of.setdefault(weight, own) == own:
             layers[use] = dims
-    return layers, found
+    return layers, dims_of
 
 
 def _before(
@@ -117,12 +117,12 @@ def _followed(
     values: Mapping[str, Any],
     hidden: Collection[str],
     layers: Mapping[fx.Node, Dims],
-    found: WeightStatistics,
+    statistics: WeightStatistics,
     reads: list[fx.Node],
 ) -> WeightStatistics:
     """Follow the weight forward from its reads."""
-    sides = {found.dims[0]: "in", found.dims[1]: "out"}
-    parts = tuple((Part(sides.get(dim, ""), size),) for dim, size in enumerate(found.shape))
+    sides = {statistics.dims[0]: "in", statistics.dims[1]: "out"}
+    parts = tuple((Part(sides.get(dim, ""), size),) for dim, size in enumerate(statistics.shape))
     factors = Factors(module, values)
     nodes, leaves, ends = dict.fromkeys(reads), dict[fx.Node, None](), dict[fx.Node, None]()
     for read in reads:
@@ -133,7 +133,7 @@ def _followed(
             continue
         if node in layers and sources == [weight_and_bias(node)[0]]:
             seen = factors.parts(sources[0])
-            if [seen[dim] for dim in layers[node]] != [parts[dim] for dim in found.dims]:
+            if [seen[dim] for dim in layers[node]] != [parts[dim] for dim in statistics.dims]:
                 raise UnknownError
             continue
         if node.op not in ("call_function", "call_method") or writes_in_place(node, module):
@@ -146,16 +146,16 @@ def _followed(
             raise UnknownError
     if any(len(factors.kinds(leaf)) > 1 for leaf in leaves):
         raise UnknownError
-    found.describe(factors, (node for node in nodes if node not in reads), leaves)
-    found.ends = {end: factors.parts(end) for end in ends}
-    return found
+    statistics.describe(factors, (node for node in nodes if node not in reads), leaves)
+    statistics.ends = {end: factors.parts(end) for end in ends}
+    return statistics
 
 
 def read_alike(one: WeightStatistics, mixed: Mapping[fx.Node, MixedWeight]) -> bool:
     """Do all readers of its tensors agree on their factors: the statistic itself, and layers of mixed weights?"""
     own = {*one.parts, *one.ends}
     layers = {user for node in one.parts for user in node.users if user not in own and not is_question(user)}
-    others = [found.parts for found in mixed.values()]
+    others = [mixed_weight.parts for mixed_weight in mixed.values()]
     return layers <= mixed.keys() and all(
-        found.get(node, parts) == parts for found in others for node, parts in one.parts.items()
+        mixed_weight.get(node, parts) == parts for mixed_weight in others for node, parts in one.parts.items()
     )

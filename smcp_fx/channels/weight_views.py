@@ -93,10 +93,10 @@ def factors(use: fx.Node) -> list[fx.Node]:
 
 def factors_in(name: str | None, args: Sequence[Any]) -> list[Any]:
     """The two factors among the arguments of a product; none of another operation."""
-    given = args[FIRST_FACTOR[name] :][:2] if name in FIRST_FACTOR else ()
-    if len(given) == 1 and isinstance(given[0], (list, tuple)):
-        given = given[0]
-    return list(given) if len(given) == 2 else []
+    factors = args[FIRST_FACTOR[name] :][:2] if name in FIRST_FACTOR else ()
+    if len(factors) == 1 and isinstance(factors[0], (list, tuple)):
+        factors = factors[0]
+    return list(factors) if len(factors) == 2 else []
 
 
 def named_dims(
@@ -164,23 +164,23 @@ def parameter_views(module: fx.GraphModule, shape_of: ShapeOf) -> dict[fx.Node, 
 
     ``shape_of``: the shape of a node's tensor, or None.
     """
-    found: dict[fx.Node, WeightView] = {}
+    views: dict[fx.Node, WeightView] = {}
     for node in module.graph.nodes:
         tensor = held(module, str(node.target)) if node.op == "get_attr" else None
         if isinstance(tensor, nn.Parameter) and tensor.numel():
-            found[node] = WeightView(node, node, tuple(range(tensor.dim())))
+            views[node] = WeightView(node, node, tuple(range(tensor.dim())))
         source = node.args[0] if node.args else None
-        if not isinstance(source, fx.Node) or source not in found:
+        if not isinstance(source, fx.Node) or source not in views:
             continue
-        before = found[source]
+        before = views[source]
         if node.target in EVERY_MASK:  # may stand between a parameter and the movements
-            found[node] = before
+            views[node] = before
             continue
         dims = _moved(node, before.dims, shape_of(source), shape_of(node)) if _moves(node) else None
         if dims is not None:
             first = node if before.first is before.source else before.first
-            found[node] = WeightView(before.source, first, dims)
-    return {n: v for n, v in found.items() if v.first is not v.source and n.target not in EVERY_MASK}
+            views[node] = WeightView(before.source, first, dims)
+    return {n: v for n, v in views.items() if v.first is not v.source and n.target not in EVERY_MASK}
 
 
 def first_movement(module: fx.GraphModule, weight: fx.Node, name: str) -> tuple[fx.Node, fx.Node] | None:
@@ -208,8 +208,8 @@ def _moved(node: fx.Node, dims: Dims, before: Shape | None, after: Shape | None)
     if before is None or after is None:
         return None
     if node.target is getattr or has(operation_name(node, None), Trait.PERMUTES):
-        known = len(node.all_input_nodes) == 1 and (len(before) == 2 or "T" not in node.args)
-        return tuple(dims[d] for d in order_of(node, len(before))) if known else None
+        followed = len(node.all_input_nodes) == 1 and (len(before) == 2 or "T" not in node.args)
+        return tuple(dims[d] for d in order_of(node, len(before))) if followed else None
     wide = [(size, dim) for size, dim in zip(before, dims, strict=True) if size > 1]
     thin = [dim for size, dim in zip(before, dims, strict=True) if size == 1 and dim is not None]
     if [size for size, _ in wide] != [size for size in after if size > 1]:

@@ -151,7 +151,7 @@ def group_text(channels: ChannelGraph, name: str) -> Text:
         units = set(group.units.tolist())
         reasons = {reason for unit in units for reason in channels.units.why.get(unit)}
         for reason in sorted(reasons):
-            text.append(f"\n  - {channels.trail.told(reason)}", style="yellow")
+            text.append(f"\n  - {channels.trail.explained(reason)}", style="yellow")
     for title, side, what in (("written by", "out", "output"), ("read by", "in", "input")):
         members = [(path, n) for (path, where), n in group.channels.items() if where == side]
         if members:

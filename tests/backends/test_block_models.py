@@ -14,10 +14,10 @@ import torchvision
 from fake_blocks import ABlock, InexpressibleBlock
 from torch import fx, nn
 
+from smcp_fx.backends.checking import flatten_outputs
 from smcp_fx.backends.onnx import block_shapes
 from smcp_fx.backends.onnx.block_shapes import BlockShapes
 from smcp_fx.backends.onnx.blocks import BlockModels, Template, consistent, fitted_to
-from smcp_fx.backends.onnx.checking import flatten_outputs
 from smcp_fx.backends.onnxruntime.backend import OnnxRuntimeEngine
 from smcp_fx.backends.timing.measuring import (
     TimingConfig,

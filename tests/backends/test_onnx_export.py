@@ -17,8 +17,8 @@ from tolerances import assert_close
 from torch import Tensor, fx, nn
 
 import smcp_fx
+from smcp_fx.backends.checking import TOLERANCES, compare_outputs, rounding
 from smcp_fx.backends.onnx import export as onnx_export
-from smcp_fx.backends.onnx.checking import TOLERANCES, compare_outputs, rounding
 from smcp_fx.backends.onnx.export import export_onnx
 from smcp_fx.errors import BackendError, InputError
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from smcp_fx.config import MethodConfig
 from smcp_fx.errors import InputError
 from smcp_fx.recipes.recipe import Recipe, load_recipe, recipe_names
 from smcp_fx.recipes.timeline import Timeline
@@ -29,6 +31,13 @@ ROWS = {
     "mobilenet-v1-40": ("smcp:mobilenet_v1", 0.40, 512, "file"),
     "ssd512-resnet50-25": ("smcp:ssd512_resnet50", 0.25, 1, "file"),
 }
+
+
+def test_the_guide_gives_the_published_method() -> None:
+    guide = Path(__file__).parents[2] / "docs" / "guides" / "paper_experiments.md"
+    changes = re.findall(r"--set (method\S+)", guide.read_text(encoding="utf-8").replace("`", " "))
+    method = load_recipe("resnet50-30", changes).method
+    assert len(changes) == 4 and method == MethodConfig.published(keep_first_convolution=True)
 
 
 def test_every_row_has_a_recipe() -> None:

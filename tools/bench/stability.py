@@ -42,14 +42,7 @@ VARIANTS = {
     "no memory": MethodConfig(memory=0.0),
     "permanent masks": MethodConfig(mask="permanent"),
     "exact allocation only": MethodConfig(width_exponent=0.0, memory=0.0, tolerance=0.0),
-    "as published": MethodConfig(
-        width_exponent=0.0,
-        memory=0.0,
-        tolerance=0.0,
-        allocation="paper",
-        batch_norm_scaling=True,
-        keep_first_convolution=True,
-    ),
+    "as published": MethodConfig.published(keep_first_convolution=True),
 }
 
 

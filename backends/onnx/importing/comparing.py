@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, fx
 
 from smcp_fx.backends.base import Array, to_arrays
-from smcp_fx.backends.onnx.checking import ROUNDED, TOLERANCES, flatten_outputs, largest_difference, rounding
+from smcp_fx.backends.checking import ROUNDED, TOLERANCES, flatten_outputs, largest_difference, rounding
 from smcp_fx.backends.onnx.importing.file import OnnxFile
 from smcp_fx.backends.onnx.importing.network import VALUE
 from smcp_fx.backends.onnxruntime.session import create_session, run_session, session_options

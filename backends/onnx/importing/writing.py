@@ -8,8 +8,8 @@ import onnx
 import torch
 from torch import Tensor, nn
 
+from smcp_fx.backends.checking import eval_mode
 from smcp_fx.backends.onnx.axes import Axes
-from smcp_fx.backends.onnx.checking import eval_mode
 from smcp_fx.backends.onnx.export import in_precision, write_checked, write_model
 from smcp_fx.backends.onnx.importing.interface import Interface
 from smcp_fx.backends.onnx.naming import name_values

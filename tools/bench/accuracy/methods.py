@@ -23,9 +23,6 @@ from smcp_fx.config import MethodConfig
 
 #: What a schedule counts as an epoch; the shares of it are what matter.
 _EPOCH = 10
-_PUBLISHED = MethodConfig(
-    width_exponent=0, memory=0, tolerance=0, allocation="paper", batch_norm_scaling=True
-)
 
 
 def _first(choice: str, taught: float = TAUGHT) -> Callable[[Setting, Task, float, Effort], Found]:
@@ -83,7 +80,7 @@ METHODS: dict[str, Callable[[Setting, Task, float, Effort], Found]] = {
     "Torch-Pruning, isomorphic": _first("Torch-Pruning, isomorphic"),
     "soft masks": _masks(smcp_fx.PruningConfig()),
     "permanent masks": _masks(MethodConfig(mask="permanent")),
-    "as published": _masks(_PUBLISHED),
+    "as published": _masks(MethodConfig.published()),
     "narrow, from scratch": _narrow(0),
     "narrow, dense steps as well": _narrow(1),
     "ours, half taught": _first("ours", taught=0.5),
