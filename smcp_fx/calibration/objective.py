@@ -3,10 +3,11 @@
 Without the user's loss it is a random one, whose gradient g has E[g g'] = the curvature of a distance between outputs
 (a batch's images apart), so that half its square is the rise of that distance to second order:
 
-- classes and yes or no: cross entropy of labels; of soft ones, p - (diag(sqrt p) - p sqrt(p)') e, where there are
-  none, with p what the model predicts and e random signs. Their gradients have the covariance diag(p) - p p' of those
-  of labels drawn from p, but no rare large ones: a class of probability 1e-4 draws 1e-2 each time instead of 1 once
-  in 10,000 images. The distance is the Kullback-Leibler divergence, the mean over positions (Fisher information).
+- classes and yes or no: cross entropy of labels; of soft ones, p - sqrt(p) e, where there are none, with p what the
+  model predicts and e random signs in the space orthogonal to sqrt(p). Their gradients have the covariance
+  diag(p) - p p' of those of labels drawn from p, but no rare large ones: a class of probability 1e-4 draws 1e-2 each
+  time instead of 1 once in 10,000 images, and of two classes both draw the same. The distance is the Kullback-Leibler
+  divergence, the mean over positions (Fisher information).
 - values: the sum of the outputs, each with a random sign, over sqrt(n variance / 2). The distance is the squared
   error relative to the outputs' variance, the mean over the n values of an image (Gauss-Newton matrix by random
   projections, Hutchinson 1990).
@@ -83,8 +84,7 @@ class Objective:
             _require_finite(scores, batch)
             if reading.kind == "classes":
                 p = scores.softmax(-1)
-                steps = p.sqrt() * _signs(p)
-                labels[name] = (p - steps + p * steps.sum(-1, keepdim=True)).movedim(-1, reading.dim)
+                labels[name] = (p - p.sqrt() * _orthogonal_signs(p.sqrt())).movedim(-1, reading.dim)
             else:
                 p = scores.sigmoid()
                 labels[name] = p + (p * (1 - p)).sqrt() * _signs(p)
@@ -262,6 +262,13 @@ def cancelled(value: Tensor, outputs: Any) -> float:
 
 def _signs(like: Tensor) -> Tensor:
     return torch.randint_like(like, 2) * 2 - 1
+
+
+def _orthogonal_signs(unit: Tensor) -> Tensor:
+    """Random signs orthogonal to ``unit`` [..., n]: those of all axes but its largest, reflected (Householder)."""
+    largest = torch.zeros_like(unit).scatter_(-1, unit.argmax(-1, keepdim=True), 1)
+    signs, axis = _signs(unit) * (1 - largest), unit + largest
+    return signs - axis * (2 * (signs * axis).sum(-1, keepdim=True) / axis.square().sum(-1, keepdim=True))
 
 
 def _require_finite(values: Tensor, batch: Batch) -> None:

@@ -65,6 +65,17 @@ def test_classes_give_the_curvature_of_the_mean_divergence(name: str, probabilit
     assert _near(found, expected)
 
 
+def test_of_two_classes_every_draw_has_the_whole_curvature() -> None:
+    torch.manual_seed(0)
+    objective, batch = Objective(nn.Identity(), outputs="classes"), _first(torch.randn(1, 3))
+    for score in (0.0, 1.0, 7.0):
+        at = torch.tensor([[score, 0.0]], dtype=torch.float64).requires_grad_()
+        p = at.detach().softmax(1)[0]
+        for _ in range(4):
+            (gradient,) = torch.autograd.grad(objective(at, batch), at)
+            torch.testing.assert_close(torch.outer(gradient[0], gradient[0]), p.diag() - torch.outer(p, p))
+
+
 def test_yes_or_no_gives_the_curvature_of_its_divergence_for_every_answer() -> None:
     """By enumeration of all answers to three questions."""
     torch.manual_seed(0)

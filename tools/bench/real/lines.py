@@ -26,7 +26,7 @@ class Lines:
         families = sorted(path.name for path in fonts.iterdir())
         rng.shuffle(families)
         mine = families[::2] if part == "calibration" else families[1::2]
-        self._fonts = [path for name in mine for path in sorted((fonts / name).rglob("*.ttf"))]
+        self.fonts = [path for name in mine for path in sorted((fonts / name).rglob("*.ttf"))]
         words = (folder / "x/usr/share/dict/words").read_text(encoding="utf-8").split()
         self._words = [word for word in words if word.isascii() and word.isalpha() and 3 <= len(word) <= 10]
 
@@ -48,7 +48,7 @@ class Lines:
             )
             if rng.random() < 0.3:
                 text = text.upper()
-            font = ImageFont.truetype(str(rng.choice(self._fonts)), rng.randint(26, 36))
+            font = ImageFont.truetype(str(rng.choice(self.fonts)), rng.randint(26, 36))
             box = font.getbbox(text)
             size = round(box[2] - box[0]) + 2 * _MARGIN, round(box[3] - box[1]) + 2 * _MARGIN
             if size[0] * HEIGHT / size[1] < WIDTH:

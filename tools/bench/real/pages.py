@@ -68,9 +68,9 @@ class Pages:
         return page, boxes
 
 
-def found(scores: Tensor) -> Tensor:
-    """Where there is text, [pages, 320, 320], from [pages, 1, 320, 320, no and yes]."""
-    return scores[:, 0, ..., 1].exp() > _TEXT
+def found(probabilities: Tensor) -> Tensor:
+    """Where there is text, [pages, 320, 320], from [pages, 1, 320, 320]."""
+    return probabilities[:, 0] > _TEXT
 
 
 def right(truth: Sequence[Boxes], maps: Tensor) -> list[bool]:

@@ -30,7 +30,7 @@ from records import Record
 from torch import Tensor
 from without_training_methods import METHODS, WIDTHS, Setting
 
-from real.networks import SUBJECTS, Judged, Subject
+from real.networks import SUBJECTS, Judged, Subject, divergence
 from smcp_fx.calibration.elimination import STOPS, Elimination, Order, Refit
 from smcp_fx.calibration.gathering import weigh
 from smcp_fx.calibration.objective import Objective
@@ -54,8 +54,8 @@ COSTS = {
     "latency 1 openvino": "latency of one image, OpenVINO",
     "latency 16 openvino": "latency of 16 images, OpenVINO",
 }
-#: Test images by which the worth of groups is measured, and what groups are narrowed to.
-WORTH_IMAGES, _WORTH_AT = 64, (0.75, 0.5, 0.25)
+#: What groups are narrowed to where their worth is measured.
+_WORTH_AT = (0.75, 0.5, 0.25)
 
 
 @dataclass(frozen=True)
@@ -84,7 +84,7 @@ class Bench:
         prepared = self.prepared(case)
         try:
             model, share, error = prepared.smaller(case)
-            judged = prepared.subject.judge(model, prepared.dense.scores)
+            judged = prepared.subject.judge(model, prepared.dense)
         except UnavailableError:
             raise
         except Exception as problem:
@@ -164,33 +164,30 @@ def worth(prepared: Prepared) -> Iterator[dict[str, Any]]:
     The estimate is what `smcp_fx.gather_importance` gives the group before anything is narrowed.
     """
     subject = prepared.subject
-    elimination, orders = weighed(prepared.setting)
-    tests = subject.test[:WORTH_IMAGES].split(subject.batch)
+    elimination, orders = weighed(prepared.unlabelled)
+    tests = list(zip(subject.test.split(subject.batch), prepared.dense.scores, strict=True))
+    positions = tests[0][1][0, ..., 0].numel()  # estimates are means over these
     for group, order in orders.items():
         size = order.units.numel()
         for refit in order.refits if order.rises is not None else ():
             share = min(STOPS, key=lambda stop: abs(stop - refit.count / size))
             if share in _WORTH_AT:
-                found = [
-                    torch.nn.functional.kl_div(
-                        _refitted(elimination, refit, x, subject), dense, reduction="sum", log_target=True
-                    )
-                    for x, dense in zip(tests, prepared.dense.scores, strict=False)
-                ]
-                measured = float(torch.stack(found).sum()) / sum(len(x) for x in tests)
+                rises = torch.cat(
+                    [divergence(_refitted(elimination, refit, x, subject), dense) for x, dense in tests]
+                )
                 yield {
-                    "group": group, "size": size, "count": refit.count, "share": share, "measured": measured,
-                    "estimate": float(order.rises[refit.count]),
+                    "group": group, "size": size, "count": refit.count, "share": share,
+                    "measured": float(rises.mean()), "error": float(rises.std()) / len(rises) ** 0.5,
+                    "estimate": positions * float(order.rises[refit.count]),
                 }  # fmt: skip
 
 
 def weighed(setting: Setting) -> tuple[Elimination, dict[str, Order]]:
     """The whole network, and the orders in which groups go, with their rises, as `gather_importance` finds them."""
-    prepared, batches = setting.free, setting.batches
+    prepared, batches = setting.free, setting.images
     elimination = Elimination(prepared, len(batches))
-    return elimination, weigh(
-        elimination, prepared.smcp, batches, Objective(prepared, setting.loss), Stretch(None)
-    )
+    objective = Objective(prepared, outputs=setting.outputs)
+    return elimination, weigh(elimination, prepared.smcp, batches, objective, Stretch(None))
 
 
 @torch.no_grad()
@@ -234,11 +231,13 @@ def run(arguments: argparse.Namespace) -> None:
         )  # fmt: skip
         return
     for network in arguments.networks:
-        key = {"network": network, "images": arguments.images}
+        key = {"network": network, "images": arguments.images, "tests": arguments.tests}
         if not record.find("worth", **key):
-            case = Case("real", network, OURS, "flops", 0.5, arguments.images, WORTH_IMAGES, arguments.seed)
+            case = Case(
+                "real", network, OURS, "flops", 0.5, arguments.images, arguments.tests, arguments.seed
+            )
             for line in list(worth(bench.prepared(case))):
-                record.add("worth", **key, tests=WORTH_IMAGES, **line, versions=versions())
+                record.add("worth", **key, **line, versions=versions())
             print(f"{network}: {len(record.find('worth', **key))} lines", flush=True)
 
 

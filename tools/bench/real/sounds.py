@@ -88,9 +88,9 @@ class Sounds:
         return frames, pitches
 
 
-def heard(scores: Tensor) -> Tensor:
-    """The pitches [frames] in cents over 10 Hz of the likeliest classes, from [frames, 360, no and yes]."""
-    return _FIRST + _STEP * scores[..., 1].argmax(-1).double()
+def heard(probabilities: Tensor) -> Tensor:
+    """The pitches [frames] in cents over 10 Hz of the likeliest classes, from [frames, 360]."""
+    return _FIRST + _STEP * probabilities.argmax(-1).double()
 
 
 def near(pitches: Sequence[float] | Tensor, found: Tensor) -> list[bool]:
