@@ -15,7 +15,6 @@ import torch
 from torch import Tensor, fx, nn
 
 from smcp_fx.channels import ChannelGraph
-from smcp_fx.channels.labels import line_along, varied_dims
 from smcp_fx.channels.weight_views import is_layer
 from smcp_fx.errors import PassError
 from smcp_fx.masking.masks import META, Constant, Masked, mark_of
@@ -84,18 +83,10 @@ class SliceChannels(GraphPass):
     def _indices(self, sliced: Sliced) -> dict[str, dict[int, Tensor]]:
         """For each parameter, the kept positions along each of its channel dimensions."""
         trail = self.channels.trail
-        indices: dict[str, dict[int, Tensor]] = {}
-        for name, slots in trail.slots.items():
-            indices[name] = {dim: sliced.positions(labels) for dim, labels in slots.items()}
-        for name, labels in trail.elements.items():
-            if name in trail.slots:
-                continue  # pinned: a weight that is also read as a tensor
-            varied = varied_dims(self.channels.units.of(labels))
-            if len(varied) == 1:
-                indices.setdefault(name, {})[varied[0]] = sliced.positions(line_along(labels, varied[0]))
-        for name, mixed in trail.mixed_parameters.items():
-            indices[name] = {dim: sliced.of_parts(parts) for dim, parts in enumerate(mixed)}
-        return indices
+        return {
+            name: {dim: sliced.of_parts(factors) for dim, factors in self.channels.factors(name).items()}
+            for name in (*trail.slots, *trail.elements, *trail.mixed_parameters)
+        }
 
     def _constants(self, module: fx.GraphModule, sliced: Sliced) -> dict[str, dict[int, Tensor]]:
         """The same for what removed branches left: constants that hold a node's channels, or one number for all."""
@@ -115,13 +106,8 @@ class SliceChannels(GraphPass):
         return cuts
 
     def _goes(self, name: str, dims: dict[int, Tensor]) -> bool:
-        slots, elements = self.channels.trail.slots.get(name, {}), self.channels.trail.elements.get(name)
-        sizes = {dim: labels.numel() for dim, labels in slots.items()}
-        if elements is not None:
-            sizes = {**dict(enumerate(elements.shape)), **sizes}
-        mixed = self.channels.trail.mixed_parameters.get(name, ())
-        sizes.update((dim, math.prod(map(size_of, parts))) for dim, parts in enumerate(mixed))
-        return any(positions.numel() < sizes[dim] for dim, positions in dims.items())
+        factors = self.channels.factors(name)
+        return any(len(positions) < math.prod(map(size_of, factors[dim])) for dim, positions in dims.items())
 
     def _resize_modules(self, module: fx.GraphModule, sliced: Sliced) -> list[str]:
         report = []

@@ -26,9 +26,10 @@ from smcp_fx.channels.blocks import by_block
 from smcp_fx.channels.branches import Branches, bits
 from smcp_fx.channels.facts import Facts
 from smcp_fx.channels.groups import Group, form_groups
+from smcp_fx.channels.labels import line_along, varied_dims
 from smcp_fx.channels.propagation import Propagation, Rule
 from smcp_fx.channels.steadiness import keep_unsteady
-from smcp_fx.channels.trail import EMPTY, INPUT, Layer, Norm, Reason, Trail
+from smcp_fx.channels.trail import EMPTY, INPUT, Factors, Layer, Norm, Reason, Trail
 from smcp_fx.channels.units import Units, close
 from smcp_fx.config import names
 from smcp_fx.cost_model import Width
@@ -177,6 +178,16 @@ class ChannelGraph:
                 labels = layer.output_channels
                 writer[labels[labels > 0]] = index
         return writer
+
+    def factors(self, parameter: str) -> dict[int, Factors]:
+        """For each dimension of a parameter that holds channels, its factors: `Trail` has three stores of them."""
+        trail, elements = self.trail, self.trail.elements.get(parameter)
+        if parameter in trail.mixed_parameters:
+            return dict(enumerate(trail.mixed_parameters[parameter]))
+        if parameter in trail.slots or elements is None:
+            return {dim: (labels,) for dim, labels in trail.slots.get(parameter, {}).items()}
+        varied = varied_dims(self.units.of(elements))
+        return {varied[0]: (line_along(elements, varied[0]),)} if len(varied) == 1 else {}
 
     def width(self, labels: Tensor) -> Width:
         """The number of channels kept among these 1-D labels, as a function of the groups' counts."""

@@ -237,8 +237,9 @@ class Reason(NamedTuple):
 INPUT, EMPTY = "input", "empty"
 
 
-#: For each dimension of a tensor, its factors in the order of memory: labels of channels, or a size.
-Mixed = tuple[tuple[Tensor | int, ...], ...]
+#: The factors of a dimension in the order of memory: labels of channels, or a size; and those of each dimension.
+Factors = tuple[Tensor | int, ...]
+Mixed = tuple[Factors, ...]
 
 
 @dataclass

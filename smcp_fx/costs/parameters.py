@@ -8,8 +8,7 @@ from math import prod
 from torch import Tensor
 
 from smcp_fx.channels import ChannelGraph
-from smcp_fx.channels.labels import varied_dims
-from smcp_fx.cost_model import CostTerm, NetworkCost, Width
+from smcp_fx.cost_model import CostTerm, NetworkCost
 from smcp_fx.costs.terms import network_cost, proportional, without_branch
 from smcp_fx.tracing.tracer import Traced
 from smcp_fx.tracing.values import held
@@ -23,18 +22,12 @@ class ParamsCost:
         terms = []
         readers = _readers(traced) if channels.branches is not None else {}
         for name, shape in _shapes(traced, channels).items():
-            slots = channels.trail.slots.get(name, {})
-            dims = {dim: channels.width(labels) for dim, labels in slots.items()}
-            elements = channels.trail.elements.get(name)
-            if elements is not None and not dims:
-                dims = _element_widths(channels, elements)
-            mixed = [part for dim in channels.trail.mixed_parameters.get(name, ()) for part in dim]
-            if mixed:  # several dimensions in one
-                shape = tuple(part.numel() if isinstance(part, Tensor) else part for part in mixed)
-                dims = {d: channels.width(part) for d, part in enumerate(mixed) if isinstance(part, Tensor)}
-            widths = tuple(width for _, width in sorted(dims.items()) if width.groups)
-            rest = prod(size for dim, size in enumerate(shape) if dim not in dims)
-            rest *= prod(width.constant for width in dims.values() if not width.groups)
+            factors = channels.factors(name)
+            parts = [part for dim, size in enumerate(shape) for part in factors.get(dim, (size,))]
+            kept = [channels.width(part) for part in parts if isinstance(part, Tensor)]
+            rest = prod(part for part in parts if not isinstance(part, Tensor))
+            rest *= prod(width.constant for width in kept if not width.groups)
+            widths = tuple(width for width in kept if width.groups)
             term = without_branch(channels, readers.get(name, ()), CostTerm(name, widths, proportional(rest)))
             terms.append(term)
         return network_cost("parameters", channels, terms, 0.0)
@@ -60,14 +53,3 @@ def _readers(traced: Traced) -> dict[str, list[str]]:
             if id(tensor) in names:
                 found[names[id(tensor)]].append(node.name)
     return found
-
-
-def _element_widths(channels: ChannelGraph, elements: Tensor) -> dict[int, Width]:
-    varied = varied_dims(channels.units.of(elements))
-    if len(varied) != 1:
-        return {}
-    line = elements
-    for dim in range(elements.dim()):
-        if dim != varied[0]:
-            line = line.narrow(dim, 0, 1)
-    return {varied[0]: channels.width(line.reshape(-1))}
