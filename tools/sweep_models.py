@@ -14,7 +14,6 @@ import contextlib
 import functools
 import importlib.metadata
 import json
-import multiprocessing
 import os
 import platform
 import re
@@ -29,8 +28,9 @@ HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE))
 
 from model_libraries import PACKAGES  # noqa: E402
-from model_lists import Entry, entries  # noqa: E402
+from model_lists import entries  # noqa: E402
 from try_entry import work  # noqa: E402
+from trying import run_apart  # noqa: E402
 
 RECORD = HERE.parent / "docs" / "records" / "models.jsonl"
 PAGE = HERE.parent / "docs" / "results" / "models.md"
@@ -68,7 +68,9 @@ def main() -> int:
         ):
             chosen.append(entry)
     for entry in chosen[: options.limit]:
-        row = launch(entry, options)
+        preload(options.onnx)
+        made = functools.partial(work, entry, options.gigabytes, options.onnx, options.strength)
+        row = run_apart(entry.key, options.seconds, made)
         with options.record.open("a") as file:
             file.write(json.dumps(row) + "\n")
         shown = {
@@ -93,28 +95,6 @@ def read(record: Path) -> dict[str, dict[str, Any]]:
     return {
         key: rows[key] for key in [*listed, *rows] if key in rows
     }  # those of packages that are not here, too
-
-
-def launch(entry: Entry, options: argparse.Namespace) -> dict[str, Any]:
-    """Run one model in a process of its own; its row, or one that says how it ended."""
-    preload(options.onnx)
-    context = multiprocessing.get_context("fork")
-    receiver, sender = context.Pipe(duplex=False)
-    process = context.Process(
-        target=work, args=(entry, options.gigabytes, options.onnx, options.strength, sender)
-    )
-    process.start()
-    sender.close()
-    row = {"key": entry.key, "status": "crashed", "why": f"not done after {options.seconds} s"}
-    if receiver.poll(options.seconds):
-        try:
-            row = receiver.recv()
-        except EOFError:
-            process.join()
-            row["why"] = f"ended with exit code {process.exitcode}"
-    process.kill()
-    process.join()
-    return row
 
 
 @functools.cache

@@ -13,9 +13,9 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 import io
 import json
-import multiprocessing
 import os
 import sys
 import tempfile
@@ -28,6 +28,8 @@ from typing import Any
 os.environ["OMP_NUM_THREADS"] = "1"
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE))
+
+from trying import run_apart  # noqa: E402
 
 RECORD = HERE.parent / "docs" / "records" / "onnx_files.jsonl"
 LATENCY = RECORD.with_name("onnx_latency.jsonl")
@@ -78,7 +80,7 @@ def main() -> int:
     for key, (maker, prunes) in listed.items():
         if options.only not in key or (key in known and not options.again):
             continue
-        known[key] = row = run_apart(key, maker, prunes)
+        known[key] = row = run_apart(key, _LIMIT, functools.partial(run, key, maker, prunes))
         with options.record.open("a") as file:
             file.write(json.dumps(row) + "\n")
         print(json.dumps(row), flush=True)
@@ -268,25 +270,6 @@ def _special(key: str, folder: Path) -> Path:
     path.unlink()
     onnx.save(model, path, save_as_external_data=True, location="net.weights", size_threshold=0)
     return path
-
-
-def run_apart(key: str, maker: Maker, prunes: bool) -> dict[str, Any]:
-    """Run a file in a process of its own; its row, or one that says how it ended."""
-    context = multiprocessing.get_context("fork")
-    receiver, sender = context.Pipe(duplex=False)
-    process = context.Process(target=lambda: sender.send(run(key, maker, prunes)))
-    process.start()
-    sender.close()
-    row = {"key": key, "status": "crashed", "why": f"not done after {_LIMIT} s"}
-    if receiver.poll(_LIMIT):
-        try:
-            row = receiver.recv()
-        except EOFError:
-            process.join()
-            row["why"] = f"ended with exit code {process.exitcode}"
-    process.kill()
-    process.join()
-    return row
 
 
 def run(key: str, maker: Maker, prunes: bool) -> dict[str, Any]:

@@ -13,8 +13,8 @@ from try_detector import attempt_detector
 from try_model import attempt
 
 
-def work(entry: Entry, gigabytes: int, onnx: bool, strength: float | None, sender: Any) -> None:
-    """Try one model and send its row; ``strength`` of its batch norms, by default as deep as it is."""
+def work(entry: Entry, gigabytes: int, onnx: bool, strength: float | None) -> dict[str, Any]:
+    """Try one model; its row. ``strength`` of its batch norms, by default as deep as it is."""
     resource.setrlimit(resource.RLIMIT_DATA, (gigabytes << 30, gigabytes << 30))
     row: dict[str, Any] = {"key": entry.key, "status": "failed", "stage": "build"}
     warnings.simplefilter("ignore")
@@ -30,7 +30,7 @@ def work(entry: Entry, gigabytes: int, onnx: bool, strength: float | None, sende
             row["status"] = "refused"
         row["why"] = f"{row['stage']}: {type(error).__name__}: {_anywhere(str(error))[:600]}"
         row["where"] = _anywhere(traceback.format_exc(limit=-4))[-1500:]
-    sender.send(row)
+    return row
 
 
 def _anywhere(text: str) -> str:

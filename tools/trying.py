@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import resource
 import sys
 import time
 from collections import Counter
+from collections.abc import Callable
 from typing import Any
 
 #: |masked - sliced| of the output's scale that passes in float32, and in float64 where that is exceeded.
@@ -75,3 +77,22 @@ def describe(prepared: Any) -> dict[str, Any]:
 def peak() -> float:
     """Peak resident memory of this process, in KiB."""
     return float(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
+
+
+def run_apart(key: str, seconds: int, work: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    """Run in a process of its own; its row, or one that says how it ended."""
+    context = multiprocessing.get_context("fork")
+    receiver, sender = context.Pipe(duplex=False)
+    process = context.Process(target=lambda: sender.send(work()))
+    process.start()
+    sender.close()
+    row = {"key": key, "status": "crashed", "why": f"not done after {seconds} s"}
+    if receiver.poll(seconds):
+        try:
+            row = receiver.recv()
+        except EOFError:
+            process.join()
+            row["why"] = f"ended with exit code {process.exitcode}"
+    process.kill()
+    process.join()
+    return row
