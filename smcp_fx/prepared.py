@@ -145,10 +145,10 @@ class PreparedModel(CalledAsTraced):
 
 def prepared_of(verb: str, model: Any) -> PreparedModel:
     """Return the prepared model without wrappers; raises `InputError` for another."""
-    found = unwrapped(model)
-    if not isinstance(found, PreparedModel):
-        raise InputError(f"{verb} needs what prepare returned, not {type(found).__name__}")
-    return found
+    inner = unwrapped(model)
+    if not isinstance(inner, PreparedModel):
+        raise InputError(f"{verb} needs what prepare returned, not {type(inner).__name__}")
+    return inner
 
 
 class PreparedGraph(CalledWithHooks, PreparedModel, fx.GraphModule):

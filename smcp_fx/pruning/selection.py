@@ -162,17 +162,17 @@ class Selector:
             total = torch.cat([torch.zeros(1, dtype=torch.float64), torch.cumsum(ordered.double().cpu(), 0)])
             values[name] = worth.of(name, total[torch.tensor(permitted)].numpy())
         allowed = all(present[name] in permitted for name, permitted in cost.permitted.items())
-        found = allocate(
+        allocation = allocate(
             values, cost, target, self.config.allocation, current=present, start=present if allowed else None
         )
         if self.branches is not None:
-            counts = self.branches.closed(found.counts)
-            if counts != found.counts:
-                found = dataclasses.replace(found, counts=counts, cost=cost.cost(counts))
+            counts = self.branches.closed(allocation.counts)
+            if counts != allocation.counts:
+                allocation = dataclasses.replace(allocation, counts=counts, cost=cost.cost(counts))
         keep = torch.zeros_like(state.keep)
-        for name, count in found.counts.items():
+        for name, count in allocation.counts.items():
             state.of_group(keep, name)[ranked[name][:count]] = True
-        return Choice(keep, found, worth.of_units(scores, keep, state))
+        return Choice(keep, allocation, worth.of_units(scores, keep, state))
 
     def _coupled(self, cost: NetworkCost) -> NetworkCost:
         """Return the cost with the counts that limits allow, and prices for units useless at the others' counts.
