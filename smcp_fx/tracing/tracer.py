@@ -297,8 +297,8 @@ def _merged(
         if without_gradients(trace.graph):
             normalise(model, trace.graph)
             module = fx.GraphModule(model, with_branches(trace.graph), class_name=type(model).__name__)
-            found = _values(model, trace.graph, inputs)
-            detach_frozen(module, found, lambda run: run_eager(module, inputs, run))
+            values = _values(model, trace.graph, inputs)
+            detach_frozen(module, values, lambda run: run_eager(module, inputs, run))
         return trace
 
     with _ONE_AT_A_TIME:
