@@ -36,7 +36,6 @@ from smcp_fx.prepared import (
     PreparedModel,
     PreparedRegions,
     Tracing,
-    copy_modes,
     prepared_of,
 )
 from smcp_fx.proof import check_converted, check_prepared
@@ -46,7 +45,7 @@ from smcp_fx.pruning.state import PruningState
 from smcp_fx.regions import run_by_graphs
 from smcp_fx.schedule import Schedule
 from smcp_fx.serialization.converted import ConvertedModule
-from smcp_fx.tracing.copying import deep_copy, sharing
+from smcp_fx.tracing.copying import copy_modes, deep_copy, sharing
 from smcp_fx.tracing.sentences import listed_paths
 
 __all__ = ["ConvertedModule", "PreparedModel", "convert", "prepare"]

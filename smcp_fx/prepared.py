@@ -27,7 +27,7 @@ from smcp_fx.regions import Joined, run_by_graphs
 from smcp_fx.schedule import Schedule
 from smcp_fx.tracing.block_hooks import CalledWithHooks
 from smcp_fx.tracing.call_forms import Form
-from smcp_fx.tracing.copying import deep_copy
+from smcp_fx.tracing.copying import copy_modes, deep_copy
 
 
 @dataclass(frozen=True)
@@ -238,10 +238,3 @@ class PreparedRegions(PreparedModel):
         copied.pruner.go_on_from(self.pruner)
         memo[id(self)] = copied
         return copied
-
-
-def copy_modes(source: nn.Module, target: nn.Module) -> None:
-    """Give each module of ``target`` the train/eval mode of the module of its name in ``source``."""
-    modes = {name: module.training for name, module in source.named_modules()}
-    for name, module in target.named_modules():
-        module.training = modes.get(name, source.training)

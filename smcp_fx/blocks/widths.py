@@ -80,7 +80,7 @@ def _counts(
 ) -> dict[int, int]:
     """Return permitted counts of groups that make up a width, or come next to it, in the most equal shares.
 
-    ``parts``: slots of one unit, by group; ``known``: counts that are chosen already.
+    ``parts``: slots of one unit, by group; ``fixed``: counts that are chosen already.
     """
     share = width / max(1, sum(each * groups[index].size for index, each in parts.items()))
     reached: dict[int, tuple[float, dict[int, int]]] = {0: (0.0, {})}

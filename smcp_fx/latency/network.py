@@ -15,7 +15,7 @@ from smcp_fx.backends.base import BYTES, Backend, Fingerprint
 from smcp_fx.blocks.fused import FusedBlock
 from smcp_fx.blocks.sharing import Grids
 from smcp_fx.channels import ChannelGraph
-from smcp_fx.cost_model import CostTerm, NetworkCost, Price, Width
+from smcp_fx.cost_model import CostTerm, NetworkCost, Price
 from smcp_fx.costs.parameters import ParamsCost
 from smcp_fx.costs.terms import without_branch
 from smcp_fx.errors import MachineBusyError, TableError
@@ -265,8 +265,9 @@ def _sum_of_blocks(
     """One term per block; blocks without free widths are in the constant."""
     terms, constant = [], 0.0
     prices: dict[object, Price] = {}  # equal blocks share a price, so that it is evaluated once
+    fewest = {name: counts[0] for name, counts in permitted.items()}
     for block in blocks:
-        empty = any(_least(width, permitted) == 0 for width in block.widths)
+        empty = any(width.channels(fewest) == 0 for width in block.widths)
         least = tuple(grid[0] for grid in block.grids) if empty else ()
         alike = block.signature, block.grids, least
         if alike not in prices:
@@ -301,10 +302,6 @@ def _bytes_written(
 
 def _permitted(channels: ChannelGraph) -> dict[str, tuple[int, ...]]:
     return {group.name: group.permitted for group in channels.groups if group.free}
-
-
-def _least(width: Width, permitted: Mapping[str, tuple[int, ...]]) -> int:
-    return width.constant + sum(per_unit * permitted[group][0] for group, per_unit in width.groups)
 
 
 def _nothing_is_free(price: Price, least: tuple[int, ...]) -> Price:

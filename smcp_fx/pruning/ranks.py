@@ -90,7 +90,7 @@ def digest(tensors: Iterable[Tensor]) -> str:
 
 
 def check_same(code: str, content: str, device: torch.device) -> None:
-    """Raise `TrainingError` on every rank unless all have the same ``code``, a digest of ``what``."""
+    """Raise `TrainingError` on every rank unless all have the same ``code``, a digest of ``content``."""
     every = [one.decode() for one in gather_bytes(code.encode(), device)]
     if len(set(every)) > 1:
         listed = ", ".join(f"rank {index}: {one}" for index, one in enumerate(every))

@@ -93,7 +93,7 @@ class Selector:
         if present is not None and self._fits(present, best, slack, target):
             return _bounded(present, best)
         names = list(cost.permitted)
-        values = {name: _array(self.state.of_group(scores, name)) for name in names}
+        values = {name: self.state.of_group(scores, name).double().cpu().numpy() for name in names}
         kept = {name: self.state.of_group(self.state.keep, name).cpu().numpy() for name in names}
         least = min(best.allocation.cost, (1 - _UNSPENT) * target)
         together = () if self.branches is None else self.branches.sets()
@@ -228,7 +228,3 @@ def _bounded(choice: Choice, best: Choice) -> Choice:
     """Return the choice with the bound proved for the best one."""
     allocation = dataclasses.replace(choice.allocation, bound=best.allocation.bound)
     return dataclasses.replace(choice, allocation=allocation)
-
-
-def _array(vector: Tensor) -> NDArray[np.float64]:
-    return vector.double().cpu().numpy()

@@ -15,7 +15,7 @@ from smcp_fx.zoo.weights import load_weights, read_weights
 def starting_network(recipe: Recipe, classes: int, file: str | None, dense: bool) -> nn.Module:
     """Build a recipe's network with the weights it starts from.
 
-    ``given``: a file, or "none" for random weights; None for the recipe's own. ``dense``: train the unpruned network.
+    ``file``: a file, or "none" for random weights; None for the recipe's own. ``dense``: train the unpruned network.
     Raises `InputError` where a file must be given or torchvision's weights cannot be had, `CheckpointError` where
     weights do not fit.
     """

@@ -27,7 +27,7 @@ _CHARACTERS_A_CONTAINER = 6
 def write_texts(texts: Mapping[Path, str], name: str) -> None:
     """Write all the texts or none; missing directories are made.
 
-    Raises `SmcpError` when that fails; earlier files are then untouched. ``what`` names the content in the
+    Raises `SmcpError` when that fails; earlier files are then untouched. ``name`` names the content in the
     message.
     """
     beside: dict[Path, Path] = {}
@@ -67,7 +67,7 @@ def check_replaceable(path: Path) -> None:
 
 @contextlib.contextmanager
 def locked(file: Path, refusal: str) -> Iterator[None]:
-    """Hold a file's lock; the `InputError` where another process holds it begins with ``told``."""
+    """Hold a file's lock; the `InputError` where another process holds it begins with ``refusal``."""
     with contextlib.ExitStack() as stack:
         try:
             held = stack.enter_context(open(file, "a+", encoding="utf-8"))
