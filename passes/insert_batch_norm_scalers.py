@@ -13,6 +13,7 @@ from collections import defaultdict
 
 import torch
 from torch import Tensor, fx
+from torch.nn import functional as F
 
 from smcp_fx.channels import ChannelGraph
 from smcp_fx.channels.trail import Layer, Norm
@@ -26,6 +27,13 @@ from smcp_fx.passes.weight_products import insert_product, require_buffer
 def scale_name(norm: Norm) -> str:
     """Name of the buffer that holds a batch norm's scale, in the prepared model's state module."""
     return f"scale_{norm.node}"
+
+
+def weight_of(use: fx.Node) -> fx.Node:
+    """The argument of `F.batch_norm` that is the weight."""
+    given = use.kwargs["weight"] if "weight" in use.kwargs else use.args[3]
+    assert isinstance(given, fx.Node)
+    return given
 
 
 def norm_sources(channels: ChannelGraph, norm: Norm) -> tuple[list[Layer], Tensor]:
@@ -73,11 +81,13 @@ class InsertBatchNormScalers(GraphPass):
         report, other = [], OtherMode(module)
         modified = False
         for norm in scaled_norms(self.channels):
-            weight = f"{norm.path}.weight"
-            if getattr(module.get_submodule(norm.path), "weight", None) is None:
+            if not norm.weight:
                 report.append(f"{norm.path}: has no weight to scale")
-            elif insert_product(module.graph, uses[norm.path], weight, scale_name(norm), self.scale, "scale"):
+                continue
+            calls, name = uses[norm.path], scale_name(norm)
+            read = {use: weight_of(use) for use in calls if use.target is F.batch_norm}
+            if insert_product(module.graph, calls, norm.weight, name, self.scale, "scale", read):
                 modified = True
-                other.show(uses[norm.path], weight, scale_name(norm), self.scale)
+                other.show(calls, norm.weight, name, self.scale)
                 report.append(f"{norm.path}: {norm.labels.numel()} channels scaled")
         return PassResult(module, modified, tuple(report))

@@ -14,6 +14,8 @@ from torch.optim import Optimizer
 from smcp_fx.errors import InputError
 from smcp_fx.interface.wrapping import unwrapped
 from smcp_fx.kept_channels import cut_of
+from smcp_fx.pruning.loop_watch import tell
+from smcp_fx.tracing.sentences import listed_paths
 
 AnyOptimizer = TypeVar("AnyOptimizer", bound=Optimizer)
 
@@ -30,7 +32,9 @@ def carry_optimizer(optimizer: AnyOptimizer, model: nn.Module, smaller: nn.Modul
         smaller: what `convert`, with or without ``into``, `compress` or `resize` made of it.
 
     A weight that was computed from parameters (weight norm) is a parameter now: it joins their group, without state.
-    Of a scaled batch norm, the state is that of the unscaled weight. Make learning-rate schedulers anew.
+    Of a scaled batch norm, the state is that of the unscaled weight. Make learning-rate schedulers anew. Where the
+    optimiser keeps another kind of state at a parameter's new shape (Adafactor's rows and columns below some size),
+    that parameter begins without, and a `TrainingWarning` names it.
 
     Raises `InputError` for optimisers of other models, for models that were loaded from a file, and for state that is
     of no parameter's shape.
@@ -86,7 +90,17 @@ def carry_optimizer(optimizer: AnyOptimizer, model: nn.Module, smaller: nn.Modul
         if path not in named and gone:
             nearest = max(gone, key=lambda one: _together(one[0], path))
             groups[nearest[1]]["params"].append((path, parameter))
-    return _made(optimizer, groups, state)
+    made = _made(optimizer, groups)
+    begun = _begun(made) if state else {}
+    anew = [new for new in state if not _fits(state[new], begun.get(new, {}))]
+    if anew:
+        paths = {parameter: path for path, parameter in smaller.named_parameters()}
+        tell(
+            f"{type(made).__name__} begins anew for {len(anew)} of {len(state)} parameters, as at their new shapes "
+            f"it keeps another kind of state: {listed_paths([paths.get(new, 'another') for new in anew])}"
+        )
+    made.state.update({new: found for new, found in state.items() if not any(new is one for one in anew)})
+    return made
 
 
 def _shape(old: Tensor, dims: Mapping[int, Tensor]) -> tuple[int, ...]:
@@ -120,8 +134,39 @@ def _together(one: str, other: str) -> int:
     return next((depth for depth, (a, b) in enumerate(pairs) if a != b), 0)
 
 
-def _made(optimizer: AnyOptimizer, groups: list[dict[str, Any]], state: Mapping[Tensor, Any]) -> AnyOptimizer:
-    """An optimiser of the same class."""
+def _begun(made: Optimizer) -> dict[Tensor, dict[str, Any]]:
+    """The state after a first step of no gradient, by parameter; {} where a step needs more than gradients."""
+    try:
+        trial = copy.deepcopy(made)
+        places = [
+            pair
+            for own, tried in zip(made.param_groups, trial.param_groups, strict=True)
+            for pair in zip(own["params"], tried["params"], strict=True)
+        ]
+        for _, tried in places:
+            tried.grad = torch.zeros_like(tried)
+        with torch.random.fork_rng(devices=[]):
+            trial.step()
+    except Exception:  # of a closure, or of gradients that are not sparse
+        return {}
+    return {own: trial.state[tried] for own, tried in places}
+
+
+def _fits(found: Mapping[str, Any], begun: Mapping[str, Any]) -> bool:
+    """Has a parameter's state all that the optimiser begins with, in these shapes?"""
+    return all(
+        key in found
+        and (
+            not isinstance(value, Tensor)
+            or value.dim() == 0
+            or getattr(found[key], "shape", ()) == value.shape
+        )
+        for key, value in begun.items()
+    )
+
+
+def _made(optimizer: AnyOptimizer, groups: list[dict[str, Any]]) -> AnyOptimizer:
+    """An optimiser of the same class, without state."""
     kind = type(optimizer)
     taken = inspect.signature(kind).parameters
     for group in groups:
@@ -137,5 +182,4 @@ def _made(optimizer: AnyOptimizer, groups: list[dict[str, Any]], state: Mapping[
         ) from error
     made.defaults = copy.deepcopy(optimizer.defaults)
     made.state.clear()
-    made.state.update(state)
     return made

@@ -253,10 +253,13 @@ def batch_norm(run: Propagation, call: Call) -> Any:
             run.slot(statistic.name, 0, channels)
         elif statistic is not None:
             return run.unknown(call, "a batch norm whose statistics are computed, not buffers")
-    for weight in own_values(run, call, {3: "weight", 4: "bias"}):
+    own = own_values(run, call, {3: "weight", 4: "bias", 1: "running_mean"})
+    for weight in own[:2]:
         go_with(run, weight, channels, 0, (channels.numel(),))
-    if call.name == "batchnorm" and call.module is not None:
-        run.trail.norms.append(Norm(call.node.name, str(call.node.target), channels))
+    held = [value.name if isinstance(value, ParameterRef) else "" for value in own]
+    if call.name == "batchnorm" and any(held):
+        path = next(filter(None, held)).rpartition(".")[0]
+        run.trail.norms.append(Norm(call.node.name, path, channels, held[0]))
     if call.name == "instancenorm":
         run.trail.grouped[call.node.name] = (channels.numel(), channels)
     return place(renamed(run, call, channels), call.shape, axis)

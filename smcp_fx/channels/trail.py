@@ -175,11 +175,15 @@ class Computed:
 
 @dataclass(frozen=True)
 class Norm:
-    """A batch norm: the labels of its channels, as they arrive."""
+    """A batch norm, a module's call or a function's: the labels of its channels, as they arrive.
+
+    ``path``: of the module that holds its parameters and statistics; ``weight``: its name, "" without one.
+    """
 
     node: str
     path: str
     labels: Tensor
+    weight: str
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from torch.utils import _pytree as pytree
 
 from smcp_fx.errors import AssumptionError, InputError
 from smcp_fx.interface.carried import is_plain
-from smcp_fx.tracing.call_forms import Form, is_default, is_option, parameters_of
+from smcp_fx.tracing.call_forms import Form, is_constant, is_default, is_option, parameters_of
 from smcp_fx.tracing.sentences import TAKEN
 
 #: The attribute of a graph that says how it was traced: ``fixed`` {argument: its default}, of those that the example
@@ -33,7 +33,7 @@ def call_of(model: nn.Module, inputs: tuple[Any, ...], forms: tuple[Form, ...]) 
     ]
     names = [parameter.name for parameter, _ in zip(parameters, inputs, strict=False)]
     left = [p for p in named if p.name not in names]
-    fixed = {p.name: p.default for p in left if is_plain(p.default)}
+    fixed = {p.name: p.default for p in left if is_plain(p.default) or is_constant(p.default)}
     order = getattr(model.forward, "order", None)  # of `positional`
     notes = {"fixed": fixed, "needed": needed} if fixed or needed or order else {}
     return {CALL: notes | ({} if order is None else {"order": order})} if notes else {}

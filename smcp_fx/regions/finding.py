@@ -13,6 +13,7 @@ from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
 from smcp_fx.errors import InputError, SmcpError, TraceError
+from smcp_fx.tracing.call_forms import is_constant, is_default, parameters_of
 from smcp_fx.tracing.example_runs import run_eager, same_values
 from smcp_fx.tracing.tracer import Traced, trace
 
@@ -183,7 +184,7 @@ def watched(
 
 
 def _trace_region(model: nn.Module, path: str, calls: list[CallSeen], leaves: tuple[str, ...]) -> Region:
-    form = _form(path, calls)
+    form = _form(path, model.get_submodule(path), calls)
     inputs = form.tensors(calls[0].leaves)
     if not inputs:
         raise TraceError(f"{path!r} is called without tensors")
@@ -214,13 +215,14 @@ def _trace_region(model: nn.Module, path: str, calls: list[CallSeen], leaves: tu
     return Region(path, form, structure if fixed else None, graph, traced.assumptions)
 
 
-def _form(path: str, calls: list[CallSeen]) -> Form:
-    """The form that all calls share; numbers and objects among the arguments are refused, as they may change."""
+def _form(path: str, module: nn.Module, calls: list[CallSeen]) -> Form:
+    """The form that all calls share; numbers and objects other than defaults are refused, as they may change."""
     forms = []
+    defaults = pytree.tree_leaves([parameter.default for parameter in parameters_of(module)])
     for call in calls:
         rest = tuple((place, leaf) for place, leaf in enumerate(call.leaves) if not isinstance(leaf, Tensor))
         for _, leaf in rest:
-            if not (leaf is None or isinstance(leaf, (bool, str))):
+            if not (is_constant(leaf) or any(is_default(leaf, default) for default in defaults)):
                 raise TraceError(
                     f"{path!r} is called with a {type(leaf).__name__}, which may change from call to call"
                 )

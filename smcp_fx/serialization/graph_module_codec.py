@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, fx
 
 from smcp_fx.errors import CheckpointError
+from smcp_fx.interface.as_traced import CALL
 from smcp_fx.interface.carried import carried_attributes, carry, is_plain
 from smcp_fx.interface.output_types import plain_containers
 from smcp_fx.serialization.converted import ConvertedModule
@@ -22,8 +23,14 @@ from smcp_fx.storage.value_codec import decode_value, encode_value
 def encode_graph_module(module: fx.GraphModule, tensors: TensorWriter) -> dict[str, Any]:
     """Return what a manifest says of it; `CheckpointError` names the node or module that a file cannot hold."""
     graph = plain_containers(module.graph)[0]
+    attributes = carried_attributes(module)
+    if (
+        CALL in attributes
+    ):  # a file holds no members of enums: calls that give these defaults outright are refused
+        fixed = {name: value for name, value in attributes[CALL]["fixed"].items() if is_plain(value)}
+        attributes[CALL] = attributes[CALL] | {"fixed": fixed}
     manifest = {
-        "attributes": encode_value(carried_attributes(module), "the model's attributes", lambda _: None),
+        "attributes": encode_value(attributes, "the model's attributes", lambda _: None),
         "graph": encode_graph(graph),
         "modules": encode_modules(module, read_values(graph), tensors),
     }

@@ -13,13 +13,16 @@ from dataclasses import dataclass
 from itertools import combinations
 from typing import Any
 
+import torch
 from torch import Tensor, fx, nn
 
+from smcp_fx.output_kinds import tensors_in
 from smcp_fx.tracing.example_runs import run_eager
 from smcp_fx.tracing.modes import form_key, is_by_mode, left_out
 
 #: With more optional arguments than this, only the call without all of them is traced.
 _MOST = 2
+_OPTIONS = (bool, str, enum.Enum, torch.dtype, torch.device, torch.layout, torch.memory_format)
 
 
 @dataclass(frozen=True)
@@ -49,9 +52,15 @@ def parameters_of(model: nn.Module) -> list[inspect.Parameter]:
         return []
 
 
-def is_option(default: Any) -> bool:
-    """May forward compare an argument with this default, and branch? (With numbers it computes.)"""
-    return default is None or type(default) in (bool, str) or isinstance(default, enum.Enum)
+def is_option(value: Any) -> bool:
+    """Is it one of a few, which forward compares and branches on? (With numbers it computes.)"""
+    return value is None or isinstance(value, _OPTIONS)
+
+
+def is_constant(value: Any) -> bool:
+    """Is it an option, or a frozen dataclass without tensors, as options are often given?"""
+    frozen = getattr(type(value), "__dataclass_params__", None)
+    return is_option(value) or (frozen is not None and frozen.frozen and not any(tensors_in(value)))
 
 
 def has_name(default: Any) -> bool:
@@ -62,9 +71,8 @@ def has_name(default: Any) -> bool:
 
 def is_default(value: Any, default: Any) -> bool:
     """Is an argument the default?"""
-    return value is default or (
-        type(value) is type(default) and is_option(default) and bool(value == default)
-    )
+    comparable = isinstance(default, (*_OPTIONS, int, float))
+    return value is default or (type(value) is type(default) and comparable and bool(value == default))
 
 
 def forms_of(model: nn.Module, inputs: tuple[Any, ...]) -> tuple[Form, ...]:

@@ -13,7 +13,6 @@ that depends on a tensor's values is refused.
 from __future__ import annotations
 
 import copy
-import enum
 import inspect
 import operator
 from collections.abc import Callable, Iterator
@@ -27,7 +26,7 @@ from torch.fx.proxy import TraceError as FxTraceError
 from torch.utils import _pytree as pytree
 
 from smcp_fx.tracing.attributes import Assignments, Attributes, held_tensors, refuse_state
-from smcp_fx.tracing.call_forms import has_name
+from smcp_fx.tracing.call_forms import has_name, is_option
 from smcp_fx.tracing.gradients import GradientQuestions, checkpoints_called
 from smcp_fx.tracing.in_place import PLAIN, drop_releases, is_tensor_for_sure, settle_in_place
 from smcp_fx.tracing.known_results import of_fake_tensors
@@ -153,10 +152,11 @@ class ShapeTracer(fx.Tracer):
         return super().create_proxy(kind, target, args, kwargs, *rest, **named)
 
     def known(self, obj: Proxy, value: Any) -> Any:
-        """An input or a part of one; None and an enum's member themselves, as `x is None` would see the proxy."""
-        if value is not None and not isinstance(value, enum.Enum):
+        """An input or a part of one; options themselves, as `x is None` would see the proxy."""
+        if not is_option(value):
             return obj
-        same = self.create_proxy("call_function", operator.is_, (obj, value), {})
+        compared = operator.is_ if value is None else operator.eq
+        same = self.create_proxy("call_function", compared, (obj, value), {})
         self._assume(obj, same, f"{express(obj.node)} is {value}")
         return value
 
@@ -167,9 +167,13 @@ class ShapeTracer(fx.Tracer):
             self.create_proxy("placeholder", p.name, () if p.default is p.empty else (p.default,), {})
             for p in parameters
         ]
-        for place in self.fixed:
-            proxies[place] = self.inputs[place]
-        return [self.root, *proxies]
+        return [
+            self.root,
+            *(
+                given if place in self.fixed else self.known(proxy, given)
+                for place, (proxy, given) in enumerate(zip(proxies, self.inputs, strict=True))
+            ),
+        ]
 
     def create_arg(self, a: Any) -> Any:
         """Turn numpy's numbers into plain ones. Tensors computed on the example's shapes are no constants."""

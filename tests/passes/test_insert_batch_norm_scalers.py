@@ -8,7 +8,9 @@ import pytest
 import torch
 from models import Net, between, chain, conv
 from pass_models import IMAGE, change, kinds, traced
-from torch import nn
+from tolerances import assert_close
+from torch import Tensor, nn
+from torch.nn import functional as F
 
 import smcp_fx
 from smcp_fx.config import MethodConfig
@@ -48,6 +50,46 @@ def test_a_batch_norm_without_weight_is_left_alone_and_reported() -> None:
     module, channels = traced(model)
     result = InsertBatchNormScalers(channels)(module)
     assert not result.modified and result.report == ("norm: has no weight to scale",)
+
+
+class Activated(nn.BatchNorm2d):
+    """With an activation, as timm's: torch.fx looks into it, and sees the function."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x).relu()
+
+
+class Written(nn.Module):
+    """Of no class of torch's, with a weight of another name."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.gain = nn.Parameter(torch.rand(width) + 0.5)
+        self.register_buffer("mean", torch.randn(width))
+        self.register_buffer("variance", torch.rand(width) + 0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        mean, variance = self.get_buffer("mean"), self.get_buffer("variance")
+        return F.batch_norm(x, mean, variance, self.gain, training=self.training)
+
+
+@pytest.mark.parametrize("kind", [nn.BatchNorm2d, Activated, Written])
+def test_a_batch_norm_is_one_however_it_is_written(kind: Any) -> None:
+    """It is scaled in training, and ``kept`` tells of it: its class says nothing."""
+    model = Net(lambda s, x: s.out(s.norm(s.mid(s.stem(x)))), stem=conv(3, 8), mid=conv(8, 8), norm=kind(8),
+                out=conv(8, 4))  # fmt: skip
+    prepared = smcp_fx.prepare(model.eval(), IMAGE, config=MethodConfig(multiple=1, batch_norm_scaling=True))
+    assert torch.equal(prepared(IMAGE), model(IMAGE))
+    prepared.set_masks({name: torch.arange(8) % 4 == 1 for name in ("stem", "mid")})
+    assert [value.tolist() for name, value in prepared.smcp.named_buffers() if "scale_" in name] == [
+        [0.25] * 8
+    ]
+    smaller = smcp_fx.convert(prepared)
+    assert smaller.kept["norm"] == ([1, 5], [1, 5]) and smaller.kept["mid"][1] == [1, 5]
+    assert_close(smaller(IMAGE), prepared(IMAGE), "slicing")
+    weight = dict(model.norm.named_parameters())
+    for name, value in dict(smaller.get_submodule("norm").named_parameters()).items():
+        assert torch.allclose(value, weight[name][[1, 5]] * (0.25 if name != "bias" else 1))
 
 
 def test_the_scale_is_the_share_of_input_channels_kept() -> None:

@@ -292,6 +292,81 @@ def test_defaults_may_be_tensors_objects_and_members_of_enums() -> None:
                 module(*other)
 
 
+@dataclass(frozen=True)
+class Frozen:
+    gain: float = 2.0
+
+
+OPTIONS = (
+    ("scores", "both"),
+    (False, True),
+    (Part.SCORES, Part.BOTH),
+    (torch.float32, torch.float64),
+    (torch.device("cpu"), torch.device("meta")),
+    (torch.contiguous_format, torch.channels_last),
+    (None, "both"),
+)
+
+
+def switched(default: Any, *, frozen: bool = False) -> Network:
+    """Asks by identity, by value, by text and as a key what one argument is."""
+
+    class Switched(Network):
+        def forward(self, x: Tensor, option: Any = default, gain: float = 2.0) -> Tensor:
+            scores = self.scores(x)
+            same = option == default if frozen or isinstance(default, torch.device) else option is default
+            known = frozen or (str(option) == str(default) and {default: True}.get(option, False))
+            return scores * gain if same and known else scores.softmax(1)
+
+    return randomise(Switched())
+
+
+@pytest.mark.parametrize(("default", "other"), [*OPTIONS, (Frozen(), Frozen(3.0))])
+def test_options_given_outright_are_constants(default: Any, other: Any, tmp_path: Path) -> None:
+    frozen = isinstance(default, Frozen)
+    model = switched(default, frozen=frozen).eval()
+    for example in ((X,), (X, default), (X, other)):
+        prepared = smcp_fx.prepare(model, example).eval()
+        assert prepared.channels.free_share > 0.5 and not prepared.regions
+        assert torch.equal(prepared(*example), model(*example))
+        if example[1:] != (other,):
+            assert torch.equal(prepared(X, default), model(X))
+            with pytest.raises(AssumptionError, match="option"):
+                prepared(X, other)
+    converted = smcp_fx.convert(smcp_fx.prepare(model, X))
+    loaded = smcp_fx.load(smcp_fx.save(converted, tmp_path / "m.safetensors"))
+    assert torch.equal(loaded.eval()(X), model(X))
+
+
+@pytest.mark.parametrize("default", [Part.SCORES, None, True])
+def test_options_of_a_decorated_forward(default: Any) -> None:
+    model = switched(default).eval()
+    plain = type(model).forward
+    type(model).forward = torch.autocast("cpu", enabled=False)(plain)  # type: ignore[assignment]
+    prepared = smcp_fx.prepare(model, (X, default)).eval()
+    assert torch.equal(prepared(X, default), model(X, default))
+
+
+@pytest.mark.parametrize("default", [default for default, _ in OPTIONS])
+def test_parts_called_with_defaults_are_traced(default: Any) -> None:
+    """A default is no reason to leave a part to Python, be it left out or given."""
+
+    class Around(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.part = switched(default)
+
+        def forward(self, x: Tensor) -> Tensor:
+            if x.sum() > 1e9:  # no graph holds this
+                return x
+            return self.part(x) + self.part(x, default, 2.0)
+
+    around = Around().eval()
+    prepared = smcp_fx.prepare(around, X).eval()
+    assert prepared.regions == ("part",)
+    assert_close(prepared(X), around(X), "identity")
+
+
 class Pair(Network):
     def forward(self, pair: list[Tensor], options: Tensor | None = None) -> Tensor:
         return self.scores(pair[0]) + self.scores(pair[1])

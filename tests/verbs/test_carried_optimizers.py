@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn, optim
 
 import smcp_fx
+from smcp_fx import TrainingWarning
 from smcp_fx.errors import InputError
 
 
@@ -104,6 +105,47 @@ def test_state_is_that_of_the_kept_channels(name: str, made_for: str) -> None:
         }
     if name != "factored":
         check(optimizer, carried, trained, smaller)
+    step(smaller, carried)
+
+
+class Factored(optim.Optimizer):
+    """Keeps means of squares along the two longest dimensions, of weights from 12 wide on."""
+
+    def __init__(self, params: Any, lr: float = 0.1) -> None:
+        super().__init__(params, {"lr": lr})
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for p in (p for group in self.param_groups for p in group["params"] if p.grad is not None):
+            state, squares = self.state[p], p.grad.square()
+            narrow = p.dim() < 2 or sorted(p.shape)[-2] < 12
+            means = {"all": squares} if narrow else {
+                str(dim): squares.mean(dim, True) for dim in (0, 1)
+            }  # fmt: skip
+            if not state:
+                state.update({key: torch.zeros_like(value) for key, value in means.items()})
+            for key, value in means.items():
+                state[key].lerp_(value, 0.1)
+
+
+def test_state_of_another_kind_at_the_new_shape_is_dropped_and_told() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Conv2d(a, b, 1) for a, b in ((3, 16), (16, 32), (32, 32), (32, 2))))
+    prepared = smcp_fx.prepare(model, torch.randn(2, 3, 8, 8), check=False)
+    optimizer = Factored(prepared.parameters())
+    step(prepared, optimizer)
+    widths = dict(zip((g.name for g in prepared.channels.groups if g.free), (8, 14, 14), strict=True))
+    prepared.set_masks({name: torch.arange(g.size) < widths[name]
+                        for g in prepared.channels.groups if (name := g.name) in widths})  # fmt: skip
+    smaller = smcp_fx.convert(prepared, check=False)
+    random = torch.get_rng_state()
+    with pytest.warns(TrainingWarning, match=r"begins anew for 1 of 8 parameters, .*: '1\.weight'"):
+        carried = smcp_fx.carry_optimizer(optimizer, prepared, smaller)
+    assert torch.equal(random, torch.get_rng_state())
+    assert [tuple(value.shape) for value in carried.state[smaller.get_parameter("2.weight")].values()] == [
+        (1, 14, 1, 1),
+        (14, 1, 1, 1),
+    ]
+    assert "1.weight" not in {n for n, p in smaller.named_parameters() if p in carried.state}
     step(smaller, carried)
 
 
