@@ -50,7 +50,7 @@ def seek(
 ) -> tuple[C, float, bool]:
     """Return the network that measures ``asked`` of the dense latency, what it measured, and whether that is met.
 
-    ``first``: the network of the present solve; ``solve`` returns one for another predicted cost. ``earlier``: earlier
+    ``first``: the network of the present solve; ``solve`` returns one for another predicted cost. ``earlier``: past
     pairs (predicted, measured fraction). Sessions differ, so a network that meets the target is measured again in
     another one, and the mean of both must meet it. If no network does, the nearest is returned.
     """
