@@ -94,12 +94,12 @@ def carry_optimizer(optimizer: AnyOptimizer, model: nn.Module, smaller: nn.Modul
     begun = _begun(made) if state else {}
     anew = [new for new in state if not _fits(state[new], begun.get(new, {}))]
     if anew:
-        paths = {parameter: path for path, parameter in smaller.named_parameters()}
+        paths: dict[Tensor, str] = {parameter: path for path, parameter in smaller.named_parameters()}
         tell(
             f"{type(made).__name__} begins anew for {len(anew)} of {len(state)} parameters, as at their new shapes "
             f"it keeps another kind of state: {listed_paths([paths.get(new, 'another') for new in anew])}"
         )
-    made.state.update({new: found for new, found in state.items() if not any(new is one for one in anew)})
+    made.state.update({new: moments for new, moments in state.items() if not any(new is one for one in anew)})
     return made
 
 

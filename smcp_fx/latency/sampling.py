@@ -40,7 +40,7 @@ def check_grids(grids: Grids) -> None:
 
 
 def rows_to_begin(grids: Grids, measured: Iterable[Point]) -> list[Point]:
-    """Return the rows that every price needs, and the ``measured`` ones do not predict: the ends, and some between."""
+    """Return the rows that every price needs and ``measured`` ones do not predict: the ends, and some between."""
     check_grids(grids)
     shares = [
         tuple(
