@@ -70,7 +70,7 @@ class OriginalNumbers:
         return report
 
     def in_proportion(self, number: fx.Node, current: int, wanted: int) -> fx.Node:
-        """``wanted`` for a number that is ``known`` here, and in proportion where it is another (batch * heads)."""
+        """``wanted`` for a number that is ``current`` here, and in proportion where it is another (batch * heads)."""
         common = math.gcd(wanted, current)
         times, parts = wanted // common, current // common
         scaled = self._made(number, operator.mul, (number, times), current * times)

@@ -169,5 +169,5 @@ def from_onnx(
     node that differs, and without ONNX Runtime.
     """
     read = import_runtime("smcp_fx.backends.onnx.importing.reading", "from_onnx", "pip install onnxruntime")
-    found: fx.GraphModule = read.from_onnx(path, example_inputs)
-    return found
+    module: fx.GraphModule = read.from_onnx(path, example_inputs)
+    return module

@@ -20,8 +20,8 @@ def main() -> int:
         from importlib.metadata import version
 
         print(f"smcp_fx {version('smcp_fx')}")
-        for command, told in _COMMANDS.items():
-            print(f"  python -m smcp_fx {command:<8} {told}")
+        for command, purpose in _COMMANDS.items():
+            print(f"  python -m smcp_fx {command:<8} {purpose}")
         return 0 if name in ("--version", "--help", "-h") else 2
     sys.argv = [f"smcp-{name}", *sys.argv[2:]]
     code: int = importlib.import_module(f"smcp_fx.cli.{name}").main()

@@ -81,10 +81,10 @@ def _check_leaves(model: nn.Module, leaves: Any) -> None:
         isinstance(name, str) for name in leaves
     ):
         raise InputError(f"leaves must be a list of module names, not {leaves!r}")
-    known = dict(model.named_modules())
+    modules = dict(model.named_modules())
     for name in leaves:
-        if name not in known or not name:
-            near = [other for other in known if other and other.rpartition(".")[2] == name.rpartition(".")[2]]
+        if name not in modules or not name:
+            near = [path for path in modules if path and path.rpartition(".")[2] == name.rpartition(".")[2]]
             raise InputError(
                 f"leaves: the model has no module {name!r}"
                 + (f"; did you mean {', '.join(near[:4])}?" if near else "; model.named_modules() lists them")

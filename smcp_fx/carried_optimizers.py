@@ -41,9 +41,9 @@ def carry_optimizer(optimizer: AnyOptimizer, model: nn.Module, smaller: nn.Modul
     """
     if not isinstance(optimizer, Optimizer):
         raise InputError(f"carry_optimizer needs a torch.optim.Optimizer, not {type(optimizer).__name__}")
-    for given in (model, smaller):
-        if not isinstance(given, nn.Module):
-            raise InputError(f"carry_optimizer needs two models, not {type(given).__name__}")
+    for side in (model, smaller):
+        if not isinstance(side, nn.Module):
+            raise InputError(f"carry_optimizer needs two models, not {type(side).__name__}")
     model, smaller = unwrapped(model), unwrapped(smaller)
     cut = cut_of(smaller)
     if cut is None:
@@ -75,31 +75,31 @@ def carry_optimizer(optimizer: AnyOptimizer, model: nn.Module, smaller: nn.Modul
                 )
             kept.append((group["param_names"][index] if "param_names" in group else "", new))
             if old in optimizer.state:
-                found = optimizer.state[old]
+                moments = optimizer.state[old]
                 state[new] = {
                     key: _carried(value, old, new, dims, f"{key!r} of {name!r}")
-                    for key, value in found.items()
+                    for key, value in moments.items()
                 }
         groups.append({**{k: copy.deepcopy(v) for k, v in group.items() if k != "params"}, "params": kept})
     if not any(id(old) in names for group in optimizer.param_groups for old in group["params"]):
         raise InputError(
             f"the optimiser holds no parameter of {type(model).__name__}: give the model that it was made for"
         )
-    known = {name for mine in names.values() for name in mine}
+    named = {name for mine in names.values() for name in mine}
     for path, parameter in smaller.named_parameters():
-        if path not in known and gone:
+        if path not in named and gone:
             nearest = max(gone, key=lambda one: _together(one[0], path))
             groups[nearest[1]]["params"].append((path, parameter))
     made = _made(optimizer, groups)
     begun = _begun(made) if state else {}
     anew = [new for new in state if not _fits(state[new], begun.get(new, {}))]
     if anew:
-        paths = {parameter: path for path, parameter in smaller.named_parameters()}
+        paths: dict[Tensor, str] = {parameter: path for path, parameter in smaller.named_parameters()}
         tell(
             f"{type(made).__name__} begins anew for {len(anew)} of {len(state)} parameters, as at their new shapes "
             f"it keeps another kind of state: {listed_paths([paths.get(new, 'another') for new in anew])}"
         )
-    made.state.update({new: found for new, found in state.items() if not any(new is one for one in anew)})
+    made.state.update({new: moments for new, moments in state.items() if not any(new is one for one in anew)})
     return made
 
 
@@ -107,17 +107,17 @@ def _shape(old: Tensor, dims: Mapping[int, Tensor]) -> tuple[int, ...]:
     return tuple(dims[dim].numel() if dim in dims else size for dim, size in enumerate(old.shape))
 
 
-def _carried(value: Any, old: Tensor, new: Tensor, dims: Mapping[int, Tensor], what: str) -> Any:
+def _carried(value: Any, old: Tensor, new: Tensor, dims: Mapping[int, Tensor], name: str) -> Any:
     """A part of a parameter's state, for the parameter as it is now."""
     if not isinstance(value, Tensor):
         if any(isinstance(part, Tensor) and part.dim() for part in torch.utils._pytree.tree_leaves(value)):
-            raise InputError(f"the optimiser's {what} holds tensors of other shapes: start a new one")
+            raise InputError(f"the optimiser's {name} holds tensors of other shapes: start a new one")
         return copy.deepcopy(value)
     if value.dim() == 0 or (value.numel() == 1 and old.numel() != 1):
         return value.detach().clone()
     if value.dim() != old.dim() or any(a not in (1, b) for a, b in zip(value.shape, old.shape, strict=True)):
         raise InputError(
-            f"the optimiser's {what}, of shape {tuple(value.shape)}, is not of the parameter's, {tuple(old.shape)}, "
+            f"the optimiser's {name}, of shape {tuple(value.shape)}, is not of the parameter's, {tuple(old.shape)}, "
             "and cannot be cut: start a new one"
         )
     for dim, positions in dims.items():

@@ -264,8 +264,8 @@ def _read(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
         TypeError,
         ValueError,
     ) as error:
-        told = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+        reason = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
         raise CheckpointError(
-            f"{path} is damaged or no checkpoint of smcp_fx.save_checkpoint ({told}); "
+            f"{path} is damaged or no checkpoint of smcp_fx.save_checkpoint ({reason}); "
             "delete it and start from an earlier one"
         ) from error

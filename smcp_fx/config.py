@@ -99,9 +99,9 @@ class PruningConfig(Method):
         (), "with layer pruning: only layers in these modules may keep nothing; by default all"
     )
 
-    def __new__(cls, *_: Any, **given: Any) -> PruningConfig:
+    def __new__(cls, *_: Any, **options: Any) -> PruningConfig:
         """Make a `MethodConfig` where an option of that is given: until version 0.2, with a warning."""
-        moved = sorted(given.keys() & Method.__annotations__)
+        moved = sorted(options.keys() & Method.__annotations__)
         if cls is PruningConfig and moved:
             instead = f"PruningConfig({moved[0]}=...) is now smcp_fx.config.MethodConfig({moved[0]}=...)"
             warnings.warn(instead, DeprecationWarning, stacklevel=2)

@@ -106,10 +106,10 @@ class NetworkCost:
 
     def by_name(self, counts: Mapping[str, int]) -> dict[str, float]:
         """Return the cost of each layer, block or parameter at these counts, as far as it is known by name."""
-        found = dict(self.fixed)
+        costs = dict(self.fixed)
         for term in self.terms:
-            found[term.name] = found.get(term.name, 0.0) + term.cost(counts)
-        return found
+            costs[term.name] = costs.get(term.name, 0.0) + term.cost(counts)
+        return costs
 
     @property
     def rest(self) -> float:

@@ -61,7 +61,7 @@ class TrainingError(SmcpError):
 def is_out_of_memory(error: BaseException) -> bool:
     """Whether memory, of a processor or a GPU, was too little."""
     words = ("not enough memory", "can't allocate memory", "out of memory")
-    return isinstance(error, MemoryError) or any(told in str(error) for told in words)
+    return isinstance(error, MemoryError) or any(word in str(error) for word in words)
 
 
 def first_line(error: BaseException) -> str:

@@ -55,8 +55,8 @@ def note_cut(module: nn.Module, cut: Cut | None) -> None:
 
 def cut_of(module: nn.Module) -> Cut | None:
     """What `note_cut` has noted; None for a model that knows nothing of it."""
-    found: Cut | None = (module.meta if isinstance(module, fx.GraphModule) else vars(module)).get(_CUT)
-    return found
+    cut: Cut | None = (module.meta if isinstance(module, fx.GraphModule) else vars(module)).get(_CUT)
+    return cut
 
 
 def still_true(attributes: Mapping[str, Any], channels: ChannelGraph, kept: Kept) -> dict[str, Any]:
@@ -67,10 +67,10 @@ def still_true(attributes: Mapping[str, Any], channels: ChannelGraph, kept: Kept
         sides = (layer.input_channels.numel(), len(ins)), (_units(layer), len(outs))
         widths.setdefault(path, sides)  # of a recurrent layer's weights the first says what it reads
     changed = {old for sides in widths.values() for old, new in sides if old != new}
-    found = {name: renumbered(name, value, widths) for name, value in attributes.items()}
+    values = {name: renumbered(name, value, widths) for name, value in attributes.items()}
     return {
         name: value
-        for name, value in found.items()
+        for name, value in values.items()
         if name in _OF_THE_TASK or name in WIDTHS or not changed.intersection(_numbers(value))
     }
 

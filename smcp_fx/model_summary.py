@@ -40,7 +40,7 @@ def model_summary(
     """Return the layers and the groups with what is kept of them, their parameters and multiply-adds now."""
     adds, weights = flops.by_name(counts), _by_module(parameters.by_name(counts))
     rows: list[tuple[str, ...]] = []
-    for layer, inputs, outputs in {found[0].path: found for found in kept_widths(channels, keep)}.values():
+    for layer, inputs, outputs in {widths[0].path: widths for widths in kept_widths(channels, keep)}.values():
         full = layer.input_channels.numel(), layer.output_channels.numel()
         costs = weights.pop(layer.path, 0.0), adds.pop(layer.path, 0.0)
         rows.append((layer.path, f"{inputs} of {full[0]}", f"{outputs} of {full[1]}", *map(short, costs)))
@@ -65,11 +65,11 @@ def model_summary(
 
 
 def _by_module(parameters: Mapping[str, float]) -> dict[str, float]:
-    found: dict[str, float] = {}
+    counts: dict[str, float] = {}
     for name, count in parameters.items():
         module = name.rpartition(".")[0]
-        found[module] = found.get(module, 0.0) + count
-    return found
+        counts[module] = counts.get(module, 0.0) + count
+    return counts
 
 
 def _touched(cost: NetworkCost, group: str, counts: Mapping[str, int]) -> str:

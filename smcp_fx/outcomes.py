@@ -80,7 +80,7 @@ def outcome_of(
     model: nn.Module, inputs: tuple[Any, ...], training: bool, but: Collection[str] = ()
 ) -> Outcome:
     """Run the model; in `train()` with gradients. The model is left as it was. ``but``: as for `in_mode`."""
-    given = pytree.tree_map(lambda v: v.detach().clone() if isinstance(v, Tensor) else v, inputs)
+    copies = pytree.tree_map(lambda v: v.detach().clone() if isinstance(v, Tensor) else v, inputs)
     own = model.python if isinstance(model, PreparedRegions) else model
     with (
         in_mode(model, training, but),
@@ -89,7 +89,7 @@ def outcome_of(
         same_draws(),
         torch.set_grad_enabled(training),
     ):
-        outputs = pytree.tree_leaves(plain(getattr(model, "by_place", model)(*given)))
+        outputs = pytree.tree_leaves(plain(getattr(model, "by_place", model)(*copies)))
         buffers = {name: b.detach().clone() for name, b in model.named_buffers() if _is_own(name)}
         return Outcome(outputs, _gradients(model, outputs) if training else {}, buffers)
 
@@ -99,7 +99,7 @@ def _gradients(model: nn.Module, outputs: list[Any]) -> dict[frozenset[str], Ten
     for name, parameter in model.named_parameters(remove_duplicate=False):
         if parameter.requires_grad and _is_own(name):
             names.setdefault(parameter, set()).add(name)
-    named = {frozenset(known): parameter for parameter, known in names.items()}
+    named = {frozenset(own_names): parameter for parameter, own_names in names.items()}
     parts = [
         o
         for o in outputs
@@ -160,7 +160,7 @@ def differs(
     such inputs.
     """
     try:
-        found = outcome_of(other, inputs, training, but)
+        actual = outcome_of(other, inputs, training, but)
     except (SmcpError, AssertionError) as error:
         if TAKEN in str(error):
             raise AssumptionError(str(error)) from error
@@ -169,20 +169,20 @@ def differs(
         if is_out_of_memory(error):  # no fault of the other
             raise
         return f"it does not run ({error})"
-    what = difference(expected, found, None)
-    if what is None:
+    mismatch = difference(expected, actual, None)
+    if mismatch is None:
         return None
     wide = widen_one(one), widened_copy(other)
-    for given in (inputs,) if more is None else (more, inputs):
+    for images in (inputs,) if more is None else (more, inputs):
         try:
-            first, second = (outcome_or_none(model, widened(given), training, but) for model in wide)
+            first, second = (outcome_or_none(model, widened(images), training, but) for model in wide)
         except Exception as error:
-            if given is inputs or not is_out_of_memory(error):
+            if images is inputs or not is_out_of_memory(error):
                 raise
             continue  # large images: these few are enough
         if first is not None and second is not None:
             return difference(first, second, ROUNDING)
-    return what if difference(expected, found, LOOSE) is not None else None  # its forward names a type
+    return mismatch if difference(expected, actual, LOOSE) is not None else None  # its forward names a type
 
 
 def widened(inputs: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -193,21 +193,21 @@ def widened(inputs: tuple[Any, ...]) -> tuple[Any, ...]:
     return wide
 
 
-def difference(expected: Outcome, found: Outcome, tolerance: float | None) -> str | None:
+def difference(expected: Outcome, actual: Outcome, tolerance: float | None) -> str | None:
     """What differs first, in words; ``tolerance``: of the scale, or that of each tensor's type."""
     try:
-        if len(expected.outputs) != len(found.outputs):
-            return f"it returns {len(found.outputs)} values, not {len(expected.outputs)}"
-        for index, (a, b) in enumerate(zip(expected.outputs, found.outputs, strict=True)):
-            _same(a, b, f"output {index}" if len(found.outputs) > 1 else "its output", tolerance)
+        if len(expected.outputs) != len(actual.outputs):
+            return f"it returns {len(actual.outputs)} values, not {len(expected.outputs)}"
+        for index, (a, b) in enumerate(zip(expected.outputs, actual.outputs, strict=True)):
+            _same(a, b, f"output {index}" if len(actual.outputs) > 1 else "its output", tolerance)
         # Behind a norm means are zero: a batch norm there gathers rounding, which float64 tells from faults.
         floor = 1e-5 * _largest(expected.buffers.values())
-        for name, buffer in found.buffers.items():
+        for name, buffer in actual.buffers.items():
             if name in expected.buffers and buffer.shape == expected.buffers[name].shape:
                 least = floor if buffer.dtype == torch.float64 else 0.0
                 _same(expected.buffers[name], buffer, f"buffer {name!r} after a call", tolerance, least)
         largest = _largest(expected.gradients.values())
-        by_name = {name: gradient for names, gradient in found.gradients.items() for name in names}
+        by_name = {name: gradient for names, gradient in actual.gradients.items() for name in names}
         for names, a in expected.gradients.items():
             b = next((by_name[name] for name in sorted(names) if name in by_name), None)
             if a is None and b is None:
@@ -226,27 +226,27 @@ def _largest(tensors: Iterable[Tensor | None]) -> float:
     return max((float(torch.nan_to_num(t, 0.0, 0.0, 0.0).abs().max()) for t in real), default=0.0)
 
 
-def _same(a: Any, b: Any, what: str, tolerance: float | None, least: float = 0.0) -> None:
+def _same(a: Any, b: Any, name: str, tolerance: float | None, least: float = 0.0) -> None:
     """Raise `_DifferenceError` unless they are the same, up to their type's tolerance of the scale (or ``least``)."""
     if not isinstance(a, Tensor) or not isinstance(b, Tensor):
         if isinstance(a, Tensor) or isinstance(b, Tensor) or (type(a) is type(b) and a == a and a != b):
-            raise _DifferenceError(f"{what} is {b!r}, not {a!r}"[:200])
+            raise _DifferenceError(f"{name} is {b!r}, not {a!r}"[:200])
         return
     if a.shape != b.shape or a.dtype != b.dtype:
-        raise _DifferenceError(f"{what} is {b.dtype} {tuple(b.shape)}, not {a.dtype} {tuple(a.shape)}")
+        raise _DifferenceError(f"{name} is {b.dtype} {tuple(b.shape)}, not {a.dtype} {tuple(a.shape)}")
     if not a.numel():
         return
     if not a.is_floating_point() and not a.is_complex():
         if not torch.equal(a, b):
-            raise _DifferenceError(f"{what} differs")
+            raise _DifferenceError(f"{name} differs")
         return
     allowed = tolerance or _TOLERANCE.get(a.real.dtype if a.is_complex() else a.dtype, LOOSE)
     if not torch.equal(a.isfinite(), b.isfinite()):
-        raise _DifferenceError(f"{what} is finite in other places")
+        raise _DifferenceError(f"{name} is finite in other places")
     error = float(torch.nan_to_num(a.detach() - b.detach(), 0.0, 0.0, 0.0).abs().max())
     scale = max(float(torch.nan_to_num(a.detach(), 0.0, 0.0, 0.0).abs().max()), least)
     if error > allowed * scale:
-        raise _DifferenceError(f"{what} differs by {error / scale if scale else math.inf:.2g} of its scale")
+        raise _DifferenceError(f"{name} differs by {error / scale if scale else math.inf:.2g} of its scale")
 
 
 def repeats(model: nn.Module, inputs: tuple[Any, ...], training: bool, expected: Outcome) -> bool:

@@ -66,12 +66,12 @@ class Reading:
 
     def __str__(self) -> str:
         scores = "probabilities" if self.probabilities else "scores"
-        what = {
+        meaning = {
             "classes": f"{scores} of classes along dimension {self.dim}",
             "binary": f"{'probabilities' if self.probabilities else 'logits'} of yes or no",
             "values": "values, whose squared error counts relative to their variance",
         }[self.kind]
-        return f"{list(self.shape)}: {what}" + f" ({self.why})" * bool(self.why)
+        return f"{list(self.shape)}: {meaning}" + f" ({self.why})" * bool(self.why)
 
 
 def named_tensors(outputs: Any) -> dict[str, Tensor]:
@@ -131,23 +131,23 @@ def read_outputs(
     if named is not None:
         return {name: _named(tensor, named) for name, tensor in answers.items()}
     if labels is not None:
-        given = labels_of(answers, labels)
-        return {name: _by_label(name, tensor, given[name]) for name, tensor in answers.items()}
+        own_labels = labels_of(answers, labels)
+        return {name: _by_label(name, tensor, own_labels[name]) for name, tensor in answers.items()}
     return {name: _measured(tensor) or _said(name, tensor, model) for name, tensor in answers.items()}
 
 
 def labels_of(names: Collection[str], labels: Any) -> dict[str, Tensor]:
     """The label of each output; raises `InputError` where they are not arranged like the outputs."""
-    found = dict(tensors_in(labels))
-    if len(names) == len(found) == 1:
-        return dict(zip(names, found.values(), strict=True))
-    if not set(names) <= set(found):
-        shown = _told(found) if found else f"a {type(labels).__name__} without tensors"
+    tensors = dict(tensors_in(labels))
+    if len(names) == len(tensors) == 1:
+        return dict(zip(names, tensors.values(), strict=True))
+    if not set(names) <= set(tensors):
+        shown = _told(tensors) if tensors else f"a {type(labels).__name__} without tensors"
         raise InputError(
             f"the labels are {shown}, the outputs {_told(names)}: give labels as tensors, arranged like the outputs; "
             "or loss=, a function of (outputs, labels); or leave the labels away"
         )
-    return found
+    return tensors
 
 
 def told(readings: Mapping[str, Reading], outputs: Any) -> str:
@@ -179,15 +179,15 @@ def _named(tensor: Tensor, text: Any) -> Reading:
         return Reading("binary", shape, probabilities=_is_share(tensor), given=True)
     if kind == "values":
         return Reading("values", shape, given=True)
-    found = _measured(tensor)
-    along = int(dim) if dim else found.dim if found is not None else _class_dim(tensor)
+    measured = _measured(tensor)
+    along = int(dim) if dim else measured.dim if measured is not None else _class_dim(tensor)
     if not 1 - tensor.dim() <= along < tensor.dim() or not along or tensor.shape[along] < 2:
         raise InputError(
             f"outputs= names classes along dimension {along}, but the output is of shape {list(shape)}"
             + ": one number is 'binary' or 'values'" * (tensor.shape[-1] == 1)
         )
     along %= tensor.dim()
-    probable = found is not None and found.dim == along and found.probabilities
+    probable = measured is not None and measured.dim == along and measured.probabilities
     return Reading("classes", shape, along, probable, given=True)
 
 
@@ -206,10 +206,10 @@ def _measured(tensor: Tensor) -> Reading | None:
     values = tensor.float() if positive else tensor.float().exp()
     tolerance = _SUM.get(tensor.dtype, HALF_SUM)
     dims = [d for d in range(1, tensor.dim()) if tensor.shape[d] > 1]
-    found = [d for d in dims if bool(((values.sum(d) - 1).abs() < tolerance).all())]
-    if len(found) != 1:
+    sum_to_one = [d for d in dims if bool(((values.sum(d) - 1).abs() < tolerance).all())]
+    if len(sum_to_one) != 1:
         return None
-    return Reading("classes", tuple(tensor.shape), found[0], positive, "they sum to one")
+    return Reading("classes", tuple(tensor.shape), sum_to_one[0], positive, "they sum to one")
 
 
 def _said(name: str, tensor: Tensor, model: Any) -> Reading:

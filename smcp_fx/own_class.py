@@ -84,11 +84,11 @@ def _resized(model: Model, like: nn.Module | Mapping[str, Tensor]) -> Model:
     names: dict[int, list[str]] = {}
     for name, tensor in _tensors(model):
         names.setdefault(id(tensor), []).append(name)
-    found: dict[int, Tensor | None] = {
+    kept: dict[int, Tensor | None] = {
         key: next((values[name] for name in same if name in values), None) for key, same in names.items()
     }
     state = {name: t for name, t in model.state_dict(keep_vars=True).items() if t.dim()}  # no counters
-    missing = [name for name, tensor in state.items() if found.get(id(tensor)) is None]
+    missing = [name for name, tensor in state.items() if kept.get(id(tensor)) is None]
     if len(missing) == len(state) or (missing and not isinstance(like, nn.Module)):
         raise InputError(
             f"{type(model).__name__} is not what the smaller model was made from: {missing[0]!r} is not in it"
@@ -99,7 +99,7 @@ def _resized(model: Model, like: nn.Module | Mapping[str, Tensor]) -> Model:
             path, _, attribute = name.rpartition(".")
             owner = model.get_submodule(path)
             old = getattr(owner, attribute)
-            value = found.get(id(old))
+            value = kept.get(id(old))
             if value is None:
                 continue
             if id(old) not in new:
@@ -179,25 +179,25 @@ def _check(model: nn.Module, like: nn.Module | Mapping[str, Tensor], inputs: tup
         if not isinstance(like, nn.Module):
             _run(model, like, inputs, training)
             continue
-        given, expected = on_some(like, inputs, images, training)
+        example, expected = on_some(like, inputs, images, training)
         if expected is None:
             continue
         compared = True
-        _run(model, like, given, training)
-        what = differs(like, model, given, training, expected, more=more_images(inputs))
-        if what is not None and training:
-            drawing = _drawing(like, given) | _drawing(model, given)
-            given, expected = on_some(like, inputs, images, training, drawing) if drawing else (given, None)
+        _run(model, like, example, training)
+        mismatch = differs(like, model, example, training, expected, more=more_images(inputs))
+        if mismatch is not None and training:
+            drawing = _drawing(like, example) | _drawing(model, example)
+            example, expected = on_some(like, inputs, images, training, drawing)
             if drawing and expected is not None:
                 more = more_images(inputs)
-                what = differs(like, model, given, training, expected, more=more, but=drawing)
-        if what is not None:
-            where = _first_difference(model, like, given)
+                mismatch = differs(like, model, example, training, expected, more=more, but=drawing)
+        if mismatch is not None:
+            where = _first_difference(model, like, example)
             raise InputError(
                 f"{type(model).__name__} computes something else at these widths than the smaller model, in "
-                f"{'train' if training else 'eval'} mode: {what}"
+                f"{'train' if training else 'eval'} mode: {mismatch}"
                 + (f"; the first module that differs is {where!r}" if where else "")
-                + f". {_reason(model, like, given, where)}"
+                + f". {_reason(model, like, example, where)}"
             )
     if not compared:
         shapes = pytree.tree_map(lambda v: list(v.shape) if isinstance(v, Tensor) else v, inputs)
@@ -252,19 +252,19 @@ class _Draws(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 def _drawing(model: nn.Module, inputs: tuple[Any, ...]) -> set[str]:
     """The modules whose own forwards draw random numbers in train mode; of a graph, whose mode lets it draw."""
-    found, draws = set[str](), _Draws()  # type: ignore[no-untyped-call]
+    paths, draws = set[str](), _Draws()  # type: ignore[no-untyped-call]
     calls = [[0, 0]]  # draws before each call that runs; the same, with those of the calls inside
 
     def left(path: str) -> None:
-        before, known = calls.pop()
-        if draws.count > known:
-            found.add(path)
+        before, before_count = calls.pop()
+        if draws.count > before_count:
+            paths.add(path)
         calls[-1][1] += draws.count - before
 
     def seen(node: fx.Node, _: Any) -> None:
         if draws.count > calls[-1][1]:
             flags = {name for case in when[node] for name, _ in case} | {n.name for n in node.all_input_nodes}
-            found.update(path for name, path in modes.items() if name in flags)
+            paths.update(path for name, path in modes.items() if name in flags)
         calls[-1][1] = draws.count
 
     hooks = []
@@ -288,7 +288,7 @@ def _drawing(model: nn.Module, inputs: tuple[Any, ...]) -> set[str]:
     finally:
         for hook in hooks:
             hook.remove()
-    return found
+    return paths
 
 
 def _run(

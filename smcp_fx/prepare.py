@@ -36,7 +36,6 @@ from smcp_fx.prepared import (
     PreparedModel,
     PreparedRegions,
     Tracing,
-    copy_modes,
     prepared_of,
 )
 from smcp_fx.proof import check_converted, check_prepared
@@ -46,7 +45,7 @@ from smcp_fx.pruning.state import PruningState
 from smcp_fx.regions import run_by_graphs
 from smcp_fx.schedule import Schedule
 from smcp_fx.serialization.converted import ConvertedModule
-from smcp_fx.tracing.copying import deep_copy, sharing
+from smcp_fx.tracing.copying import copy_modes, deep_copy, sharing
 from smcp_fx.tracing.sentences import listed_paths
 
 __all__ = ["ConvertedModule", "PreparedModel", "convert", "prepare"]
@@ -95,9 +94,9 @@ def prepare(
         raise InputError(f"prepare needs an nn.Module, not {type(model).__name__}")
     if isinstance(model, PreparedModel):
         raise InputError("the model is prepared already; use it, or convert it first")
-    for given, kind in ((config, PruningConfig), (schedule, Schedule)):
-        if given is not None and not isinstance(given, kind):
-            raise InputError(f"prepare needs a {kind.__name__}, not a {type(given).__name__}: {given!r}")
+    for option, kind in ((config, PruningConfig), (schedule, Schedule)):
+        if option is not None and not isinstance(option, kind):
+            raise InputError(f"prepare needs a {kind.__name__}, not a {type(option).__name__}: {option!r}")
     _check_tensors(model)
     own, inputs = model, default_inputs(model) if example_inputs is None else example_inputs
     model, inputs = positional(model, inputs)
@@ -125,8 +124,8 @@ def _prepared(
 ) -> PreparedModel:
     own = deep_copy(model)
     _check_names(model)
-    found = analyse(own, inputs, leaves, config)
-    traced, channels, joined = found.traced, found.channels, found.joined
+    analysis = analyse(own, inputs, leaves, config)
+    traced, channels, joined = analysis.traced, analysis.channels, analysis.joined
     if config.layer_pruning:
         allow_layer_pruning(traced, channels, config.layer_pruning_in)
     if joined is not None and not any(group.free for group in channels.groups):

@@ -27,7 +27,7 @@ from smcp_fx.regions import Joined, run_by_graphs
 from smcp_fx.schedule import Schedule
 from smcp_fx.tracing.block_hooks import CalledWithHooks
 from smcp_fx.tracing.call_forms import Form
-from smcp_fx.tracing.copying import deep_copy
+from smcp_fx.tracing.copying import copy_modes, deep_copy
 
 
 @dataclass(frozen=True)
@@ -145,10 +145,10 @@ class PreparedModel(CalledAsTraced):
 
 def prepared_of(verb: str, model: Any) -> PreparedModel:
     """Return the prepared model without wrappers; raises `InputError` for another."""
-    found = unwrapped(model)
-    if not isinstance(found, PreparedModel):
-        raise InputError(f"{verb} needs what prepare returned, not {type(found).__name__}")
-    return found
+    inner = unwrapped(model)
+    if not isinstance(inner, PreparedModel):
+        raise InputError(f"{verb} needs what prepare returned, not {type(inner).__name__}")
+    return inner
 
 
 class PreparedGraph(CalledWithHooks, PreparedModel, fx.GraphModule):
@@ -238,10 +238,3 @@ class PreparedRegions(PreparedModel):
         copied.pruner.go_on_from(self.pruner)
         memo[id(self)] = copied
         return copied
-
-
-def copy_modes(source: nn.Module, target: nn.Module) -> None:
-    """Give each module of ``target`` the train/eval mode of the module of its name in ``source``."""
-    modes = {name: module.training for name, module in source.named_modules()}
-    for name, module in target.named_modules():
-        module.training = modes.get(name, source.training)

@@ -55,7 +55,7 @@ def check_prepared(original: nn.Module, prepared: PreparedModel, inputs: tuple[A
     """
     original, kind = deep_copy(original), type(original).__name__
     for training, images in ((True, IMAGES), (False, OTHERS)):
-        given, expected = on_some(original, inputs, images, training)
+        example, expected = on_some(original, inputs, images, training)
         if expected is None:
             continue
         if expected.says_nothing and not training:
@@ -65,25 +65,25 @@ def check_prepared(original: nn.Module, prepared: PreparedModel, inputs: tuple[A
                 stacklevel=3,
             )
         try:
-            what = differs(original, prepared, given, training, expected, more=more_images(inputs))
+            mismatch = differs(original, prepared, example, training, expected, more=more_images(inputs))
         except AssumptionError:  # it says so itself, whenever it meets another number of images
-            given, expected = inputs, outcome_or_none(original, inputs, training)
+            example, expected = inputs, outcome_or_none(original, inputs, training)
             if expected is None:
                 continue
-            what = differs(original, prepared, given, training, expected)
-        if what is None:
+            mismatch = differs(original, prepared, example, training, expected)
+        if mismatch is None:
             continue
         mode = "train" if training else "eval"
-        if not repeats(original, given, training, expected):
+        if not repeats(original, example, training, expected):
             warnings.warn(
                 f"{kind} gives something else in each call in {mode} mode, so that nothing shows whether it is the "
                 "same once prepared.",
                 stacklevel=3,
             )
             continue
-        where = _first_module(original, prepared, given, training)
+        where = _first_module(original, prepared, example, training)
         raise TraceError(
-            f"{kind} computes something else once prepared, in {mode} mode: {what}"
+            f"{kind} computes something else once prepared, in {mode} mode: {mismatch}"
             + (f"; the first module that differs is {where!r}" if where else "")
             + f". Keep the module at fault as it is, with prepare(..., leaves=[{repr(where) if where else '...'}]); "
             "if the difference is meant, pass check=False."
@@ -93,17 +93,17 @@ def check_prepared(original: nn.Module, prepared: PreparedModel, inputs: tuple[A
 def check_converted(prepared: PreparedModel, converted: nn.Module, inputs: tuple[Any, ...]) -> None:
     """Raise `PassError` where the sliced network computes something else than the masked one, in `eval()`."""
     inputs = fitting(prepared, inputs)
-    given, expected = on_some(prepared, inputs, IMAGES, False)
+    example, expected = on_some(prepared, inputs, IMAGES, False)
     if expected is None:
         return
     if isinstance(prepared, PreparedRegions):
-        what = _regions_differ(prepared, converted, given)
+        mismatch = _regions_differ(prepared, converted, example)
     else:
-        what = differs(prepared, converted, given, False, expected, _widened_as_folded)
-    if what is not None:
-        where = _first_sliced(prepared, converted, given)
+        mismatch = differs(prepared, converted, example, False, expected, _widened_as_folded)
+    if mismatch is not None:
+        where = _first_sliced(prepared, converted, example)
         raise PassError(
-            f"the sliced network computes something else than the masked one: {what}"
+            f"the sliced network computes something else than the masked one: {mismatch}"
             + (f"; the first operation that differs is {where!r}" if where else "")
             + ". Keep the layer there with PruningConfig(exclude=...), and please report it: smcp_fx is at fault."
         )
@@ -144,10 +144,10 @@ def on_some(
     model: nn.Module, inputs: tuple[Any, ...], images: int, training: bool, but: Collection[str] = ()
 ) -> tuple[tuple[Any, ...], Outcome | None]:
     """So many images and what the model makes of them; the inputs as they are where it does not take those."""
-    given = _some(inputs, images)
-    expected = outcome_or_none(model, given, training, but)
+    some = _some(inputs, images)
+    expected = outcome_or_none(model, some, training, but)
     if expected is not None:
-        return given, expected
+        return some, expected
     return inputs, outcome_or_none(model, inputs, training, but)
 
 
@@ -177,15 +177,15 @@ def _regions_differ(prepared: PreparedRegions, converted: nn.Module, inputs: tup
     Not what the Python behind makes of it: sorting and suppressing boxes follow the last bit of their scores.
     """
     try:
-        what = _calls_differ(prepared.regions, prepared, converted, inputs)
-        if what is not None:
+        mismatch = _calls_differ(prepared.regions, prepared, converted, inputs)
+        if mismatch is not None:
             one, other = _widened_as_folded(prepared), widened_copy(converted)
-            what = _calls_differ(prepared.regions, one, other, widened(inputs), ROUNDING)
+            mismatch = _calls_differ(prepared.regions, one, other, widened(inputs), ROUNDING)
     except Exception as error:
         if is_out_of_memory(error):
             raise
         return f"it does not run ({error})"
-    return what
+    return mismatch
 
 
 def _calls_differ(
@@ -197,9 +197,9 @@ def _calls_differ(
 ) -> str | None:
     left, right = (_first_calls(model, paths, inputs) for model in (one, other))
     for path in paths:
-        given, results = (_of_one_shape(left[path][side], right[path][side]) for side in (0, 1))
-        if difference(*given, None) is None and (what := difference(*results, tolerance)) is not None:
-            return f"in region {path!r}, {what}"
+        operands, results = (_of_one_shape(left[path][side], right[path][side]) for side in (0, 1))
+        if difference(*operands, None) is None and (mismatch := difference(*results, tolerance)) is not None:
+            return f"in region {path!r}, {mismatch}"
     return None
 
 
@@ -213,14 +213,14 @@ def _first_calls(
     model: nn.Module, paths: tuple[str, ...], inputs: tuple[Any, ...]
 ) -> dict[str, tuple[list[Tensor], list[Tensor]]]:
     """The tensors that each region's first call takes and gives."""
-    found: dict[str, tuple[list[Tensor], list[Tensor]]] = {}
+    calls: dict[str, tuple[list[Tensor], list[Tensor]]] = {}
 
     def note(path: str, given: Any, output: Any) -> None:
         taken, gave = (
             [leaf.detach().clone() for leaf in pytree.tree_leaves(plain(side)) if isinstance(leaf, Tensor)]
             for side in (given, output)
         )
-        found.setdefault(path, (taken, gave))
+        calls.setdefault(path, (taken, gave))
 
     hooks = [
         model.get_submodule(path).register_forward_hook(
@@ -233,7 +233,7 @@ def _first_calls(
     finally:
         for hook in hooks:
             hook.remove()
-    return {path: found.get(path, ([], [])) for path in paths}
+    return {path: calls.get(path, ([], [])) for path in paths}
 
 
 # ---- where --------------------------------------------------------------------------------------------------
@@ -256,9 +256,9 @@ def run_watched(
     module: fx.GraphModule, inputs: tuple[Any, ...], training: bool, seen: Callable[[fx.Node, Any], None]
 ) -> None:
     """Run a graph, and tell of every node's result."""
-    given = pytree.tree_map(lambda v: v.detach().clone() if isinstance(v, Tensor) else v, inputs)
+    copies = pytree.tree_map(lambda v: v.detach().clone() if isinstance(v, Tensor) else v, inputs)
     with in_mode(module, training), unchanged(module), same_draws(), torch.no_grad():
-        _Watching(module, training, seen).run(*given)
+        _Watching(module, training, seen).run(*copies)
 
 
 def _first_module(
@@ -327,5 +327,5 @@ def _first_sliced(prepared: nn.Module, converted: nn.Module, inputs: tuple[Any, 
 
 def _detached(tree: Any) -> Any:
     leaves = pytree.tree_leaves(plain(tree))
-    found = next((leaf for leaf in leaves if isinstance(leaf, Tensor)), None)
-    return None if found is None else found.detach()
+    first = next((leaf for leaf in leaves if isinstance(leaf, Tensor)), None)
+    return None if first is None else first.detach()

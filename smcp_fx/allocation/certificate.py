@@ -63,7 +63,7 @@ def _ordered(plan: EliminationOrder, buckets: list[list[Array]]) -> list[_Step]:
     for n, link in enumerate(plan.links):
         for variable in _variables(link):
             users[variable].add(-1 - n)
-    todo, known, order = list(reversed(range(len(steps)))), set[int](), list[_Step]()
+    todo, assigned, order = list(reversed(range(len(steps)))), set[int](), list[_Step]()
     unchecked = dict(enumerate(plan.links))
 
     def growth(n: int) -> float:
@@ -74,18 +74,18 @@ def _ordered(plan: EliminationOrder, buckets: list[list[Array]]) -> list[_Step]:
         return (weight[variable] if users[variable] else 0.0) - freed
 
     while todo:
-        best = min((n for n in todo if steps[n][2] <= known), key=lambda n: (growth(n), -n))
+        best = min((n for n in todo if steps[n][2] <= assigned), key=lambda n: (growth(n), -n))
         todo.remove(best)
         step, bucket, depends = steps[best]
-        known.add(_assigned(step))
+        assigned.add(_assigned(step))
         for variable in depends:
             users[variable].discard(best)
-        checks = {n: link for n, link in unchecked.items() if _variables(link) <= known}
+        checks = {n: link for n, link in unchecked.items() if _variables(link) <= assigned}
         for n, link in checks.items():
             del unchecked[n]
             for variable in _variables(link):
                 users[variable].discard(-1 - n)
-        needed = frozenset(v for v in known if users[v])
+        needed = frozenset(v for v in assigned if users[v])
         order.append(_Step(step, bucket, needed, list(checks.values())))
     return order
 
@@ -169,7 +169,7 @@ class _Listing:
         for variable in step.scope:
             state = state * len(self.grids[variable]) + rows.positions[variable]
         _, first, state = np.unique(state, return_index=True, return_inverse=True)
-        found: list[tuple[Ints, Ints, Array]] = [(np.zeros(0, np.int64), np.zeros(0, np.int64), np.zeros(0))]
+        parts: list[tuple[Ints, Ints, Array]] = [(np.zeros(0, np.int64), np.zeros(0, np.int64), np.zeros(0))]
         by_state = np.argsort(state, kind="stable")
         chunk = max(1, _CHUNK // options)
         for begin in range(0, count, chunk):
@@ -177,10 +177,10 @@ class _Listing:
             low, high = state[row[0]], state[row[-1]] + 1
             losses = self._losses(rows, step, bucket, first[low:high])[state[row] - low]
             at, option = np.nonzero(losses <= (loss - rows.loss[row])[:, None])
-            found.append((row[at], option, losses[at, option]))
-            if sum(len(part[0]) for part in found) > 8 * _MAX_ROWS:
+            parts.append((row[at], option, losses[at, option]))
+            if sum(len(part[0]) for part in parts) > 8 * _MAX_ROWS:
                 raise _TooManyError
-        parents, chosen, added = (np.concatenate(column) for column in zip(*found, strict=True))
+        parents, chosen, added = (np.concatenate(column) for column in zip(*parts, strict=True))
         return parents, chosen, added
 
     def _losses(self, rows: _Rows, step: Minimisation, bucket: list[Array], at: Ints) -> Array:

@@ -35,18 +35,18 @@ def grow_for_free(cost: NetworkCost, counts: Mapping[str, int]) -> dict[str, int
 
     The costs of a group's terms never rise, so neither does the network's. Groups that keep nothing stay so.
     """
-    terms, found = _terms_of(cost), dict(counts)
+    terms, grown_counts = _terms_of(cost), dict(counts)
     grown = True
     while grown:
         grown = False
         for group, allowed in cost.permitted.items():
-            upwards = np.asarray([c for c in allowed if c >= found[group] > 0], dtype=np.int64)
+            upwards = np.asarray([c for c in allowed if c >= grown_counts[group] > 0], dtype=np.int64)
             if len(upwards) > 1:
-                prices = sum(_along(term, group, upwards, found) for term in terms[group])
+                prices = sum(_along(term, group, upwards, grown_counts) for term in terms[group])
                 free = np.flatnonzero(np.broadcast_to(prices, upwards.shape) <= np.ravel(prices)[0])
                 if free[-1] > 0:
-                    found[group], grown = int(upwards[free[-1]]), True
-    return found
+                    grown_counts[group], grown = int(upwards[free[-1]]), True
+    return grown_counts
 
 
 def _along(

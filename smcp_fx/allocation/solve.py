@@ -103,9 +103,9 @@ def _solved(cost: NetworkCost, values: dict[str, Array], budget: float) -> Node:
 
 
 def _node(
-    cost: NetworkCost, problem: CoupledProblem, values: list[Array], found: tuple[Ints, float, Split]
+    cost: NetworkCost, problem: CoupledProblem, values: list[Array], node: tuple[Ints, float, Split]
 ) -> Node:
-    choice, bound, split = found
+    choice, bound, split = node
     value = float(sum(v[i] for v, i in zip(values, choice, strict=True)))
     named = None
     if split is not None:
@@ -123,12 +123,12 @@ def _options(problem: CoupledProblem, counts: Mapping[str, int] | None) -> Ints 
         return None
     choice = np.zeros(len(problem.groups), np.int64)
     for k, group in enumerate(problem.groups):
-        found = np.flatnonzero(problem.variables[k].grid == counts.get(group))
-        if not len(found):
+        places = np.flatnonzero(problem.variables[k].grid == counts.get(group))
+        if not len(places):
             raise InputError(
                 f"start gives group {group!r} the count {counts.get(group)}, which is not permitted"
             )
-        choice[k] = found[0]
+        choice[k] = places[0]
     return choice
 
 

@@ -124,15 +124,15 @@ def _fused(traced: Traced, channels: ChannelGraph, dynamic: set[fx.Node]) -> lis
 
 def _folds(traced: Traced, channels: ChannelGraph) -> set[str]:
     """Nodes that write the images of a batch as one, for a convolution of each by a weight of its own."""
-    found: set[str] = set()
+    names: set[str] = set()
     for use in traced.module.graph.nodes:
         weight = weight_and_bias(use)[0] if is_layer(use) else None
         if not (isinstance(weight, fx.Node) and weight.name in channels.trail.mixed):
             continue
         path = fold(traced.module, use, traced.values)
         if path and traced.values[path[-1].all_input_nodes[0].name].shape[0] > 1:
-            found.update(node.name for node in path)
-    return found
+            names.update(node.name for node in path)
+    return names
 
 
 def _joins(traced: Traced, block: list[fx.Node], operation: str | None) -> bool:

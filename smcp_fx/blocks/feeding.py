@@ -38,28 +38,28 @@ _ELEMENTWISE = {"add", "sub", "div", "batchnorm", "relu", "relu6", "leakyrelu", 
 
 def how_written(traced: Traced) -> dict[fx.Node, str]:
     """Return how each node of a traced network writes its tensor, for tensors [N, C, H, W]."""
-    found: dict[fx.Node, str] = {}
+    ways_of: dict[fx.Node, str] = {}
     for node in traced.module.graph.nodes:
         operation = operation_of(traced.module, node) if node.op.startswith("call_") else None
         shape = _shape(traced, node)
         if operation is None or shape is None:
             continue
         read = _read(traced, node)
-        ways = [found.get(source, CONVOLUTION) for source in read]
+        ways = [ways_of.get(source, CONVOLUTION) for source in read]
         if operation in _NOTHING and ways:
-            found[node] = ways[0]
+            ways_of[node] = ways[0]
         elif operation in MOVES | _PLAIN or (
             operation in _ELEMENTWISE
             and (MOVEMENT in ways or any(_shape(traced, source) != shape for source in read))
         ):
-            found[node] = MOVEMENT
+            ways_of[node] = MOVEMENT
         elif operation in _UNFUSED and (
             operation != "mul" or len(read) > 1
         ):  # a product with a number is folded
-            found[node] = ACTIVATION
+            ways_of[node] = ACTIVATION
         else:
-            found[node] = CONVOLUTION
-    return found
+            ways_of[node] = CONVOLUTION
+    return ways_of
 
 
 def gated(traced: Traced, how: dict[fx.Node, str]) -> dict[fx.Node, fx.Node]:
@@ -68,14 +68,14 @@ def gated(traced: Traced, how: dict[fx.Node, str]) -> dict[fx.Node, fx.Node]:
     A gate reads a plain layout at any width. So the gate pays for the conversion, not the mean before it, which can
     read either layout.
     """
-    found = {}
+    gates = {}
     for node, way in how.items():
         if way == MOVEMENT and operation_of(traced.module, node) == "mul":
             shape = _shape(traced, node)
             read = _read(traced, node)
             if any(_shape(traced, source) != shape for source in read):
-                found.update({source: node for source in read if _shape(traced, source) == shape})
-    return found
+                gates.update({source: node for source in read if _shape(traced, source) == shape})
+    return gates
 
 
 def _read(traced: Traced, node: fx.Node) -> list[fx.Node]:

@@ -31,12 +31,12 @@ def computes(traced: Traced, node: fx.Node) -> bool:
 
 def reached(traced: Traced, channels: ChannelGraph) -> set[fx.Node]:
     """Return the nodes whose tensors depend on the values of an input. Sizes do not: files have fixed ones."""
-    found: set[fx.Node] = set()
+    nodes: set[fx.Node] = set()
     for node in traced.module.graph.nodes:
-        follows = bool(found & set(node.all_input_nodes)) and not _of_sizes(traced, channels, node)
+        follows = bool(nodes & set(node.all_input_nodes)) and not _of_sizes(traced, channels, node)
         if (node.op == "placeholder" or follows) and holds_tensors(traced, node):
-            found.add(node)
-    return found
+            nodes.add(node)
+    return nodes
 
 
 def _of_sizes(traced: Traced, channels: ChannelGraph, node: fx.Node) -> bool:
@@ -49,14 +49,14 @@ def _of_sizes(traced: Traced, channels: ChannelGraph, node: fx.Node) -> bool:
 
 def loaded(traced: Traced, nodes: list[fx.Node], reached: Collection[fx.Node]) -> list[fx.Node]:
     """Return what these nodes read that depends on no input, in the order it is computed."""
-    found: set[fx.Node] = set()
+    sources: set[fx.Node] = set()
     waiting = list(nodes)
     while waiting:
         for source in waiting.pop().all_input_nodes:
-            if source not in reached and source not in found and computes(traced, source):
-                found.add(source)
+            if source not in reached and source not in sources and computes(traced, source):
+                sources.add(source)
                 waiting.append(source)
-    return [node for node in traced.module.graph.nodes if node in found - set(nodes)]
+    return [node for node in traced.module.graph.nodes if node in sources - set(nodes)]
 
 
 @torch.no_grad()

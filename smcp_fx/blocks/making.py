@@ -72,13 +72,13 @@ def make_block(
             for source in border.tensors
         )
         free = [] if whole else _free_widths(channels, own, border, inputs)
-        told = border.axes if free else dict.fromkeys(border.axes)  # without a width, sizes tell blocks apart
+        axes = border.axes if free else dict.fromkeys(border.axes)  # without a width, sizes tell blocks apart
         as_network = len(free) if own is channels else None
         return FusedBlock(
             name=paths[0] if paths else nodes[0].name,
             nodes=tuple(node.name for node in nodes),
             signature=signature(
-                traced, every, border.tensors, told, channels, read_before, fed_by, as_network
+                traced, every, border.tensors, axes, channels, read_before, fed_by, as_network
             ),
             widths=tuple(width for width, _ in free),
             grids=tuple(_grid(channels, width) for width, _ in free),
@@ -100,10 +100,10 @@ def make_block(
     shown &= all(in_units(line, grid) for line, grid in zip(alone.lines, alone.grids, strict=True))
     if shown and _USUAL.issuperset(operation_of(traced.module, node) for node in nodes):
         return alone
-    for found in (alone, of(channels)) if shown else (of(channels), alone):
-        fault = _fault(found, tried)
+    for block in (alone, of(channels)) if shown else (of(channels), alone):
+        fault = _fault(block, tried)
         if not fault:
-            return found
+            return block
     whole = of(channels, whole=True)
     _LOG.warning(
         "the latency of block %r counts as that of its full width, as it cannot be built narrower: %s",
@@ -184,8 +184,8 @@ def _free_widths(
     """
     outputs = [(end.name, axis) for end in border.ends if (axis := _axis(channels, end.name)) is not None]
     handed_on = _distinct([_units_at(own, name, axis) for name, axis in outputs])
-    known = {int(unit) for line in handed_on for unit in line}
-    read = [port for port in inputs if port.axis is not None and not set(port.units.tolist()) <= known]
+    passed = {int(unit) for line in handed_on for unit in line}
+    read = [port for port in inputs if port.axis is not None and not set(port.units.tolist()) <= passed]
     read = [
         port
         for place, port in enumerate(read)
@@ -284,16 +284,16 @@ def _subgraph(traced: Traced, nodes: list[fx.Node], border: _Border) -> tuple[fx
 
 def _numbers(traced: Traced, nodes: list[fx.Node]) -> dict[fx.Node, Any]:
     """Sources that are numbers (sizes) rather than tensors or attributes, with their recorded values."""
-    found: dict[fx.Node, Any] = {}
+    numbers: dict[fx.Node, Any] = {}
     for node in nodes:
         for source in node.all_input_nodes:
             value = traced.values[source.name]
             tensors = any(isinstance(v, TensorInfo) for v in pytree.tree_leaves(value))
             if source.op != "get_attr" and not tensors:
-                found[source] = value
+                numbers[source] = value
             elif source.op == "get_attr" and isinstance(value, bool):
-                found[source] = False  # a training flag: blocks run in eval mode
-    return found
+                numbers[source] = False  # a training flag: blocks run in eval mode
+    return numbers
 
 
 def _written(traced: Traced, channels: ChannelGraph, node: str) -> tuple[Width, float]:
@@ -335,11 +335,11 @@ def _sum(widths: Sequence[Width]) -> Width:
 
 
 def _distinct(lines: list[Tensor]) -> list[Tensor]:
-    found: list[Tensor] = []
+    different: list[Tensor] = []
     for line in lines:
-        if not any(torch.equal(line, other) for other in found):
-            found.append(line)
-    return found
+        if not any(torch.equal(line, other) for other in different):
+            different.append(line)
+    return different
 
 
 def _grid(channels: ChannelGraph, width: Width) -> tuple[int, ...]:

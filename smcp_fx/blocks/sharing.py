@@ -88,7 +88,7 @@ def priced_as(blocks: Iterable[Block]) -> dict[tuple[str, Grids], Block]:
     alike: dict[str, dict[Grids, Block]] = {}
     for block in blocks:
         alike.setdefault(block.signature, {}).setdefault(block.grids, block)
-    found: dict[tuple[str, Grids], Block] = {}
+    homes: dict[tuple[str, Grids], Block] = {}
     for signature, of_grids in alike.items():
         members: dict[Grids, list[Grids]] = {}
         largest = sorted(of_grids, key=lambda grids: -math.prod(grid[-1] for grid in grids))
@@ -98,8 +98,8 @@ def priced_as(blocks: Iterable[Block]) -> dict[tuple[str, Grids], Block]:
         for home, those in members.items():
             grids = tuple(tuple(sorted(set().union(*values))) for values in zip(*those, strict=True))
             block = of_grids[home] if grids == home else _Widened(of_grids[home], grids)
-            found.update({(signature, own): block for own in those})
-    return found
+            homes.update({(signature, own): block for own in those})
+    return homes
 
 
 def rows_by_block(
@@ -107,11 +107,11 @@ def rows_by_block(
 ) -> list[tuple[Block, list[tuple[int, ...]]]]:
     """Return rows of ``blocks`` by the block that each is measured in: the one whose rows price it (`priced_as`)."""
     homes = priced_as(blocks)
-    found: dict[tuple[str, Grids], tuple[Block, list[tuple[int, ...]]]] = {}
+    points_of: dict[tuple[str, Grids], tuple[Block, list[tuple[int, ...]]]] = {}
     for block, point in rows:
         home = homes.get((block.signature, block.grids), block)
-        found.setdefault((home.signature, home.grids), (home, []))[1].append(point)
-    return list(found.values())
+        points_of.setdefault((home.signature, home.grids), (home, []))[1].append(point)
+    return list(points_of.values())
 
 
 def _reaches(grids: Grids, others: Grids) -> bool:
@@ -122,6 +122,6 @@ def unique_blocks(blocks: Iterable[Block], shard: int = 1, shards: int = 1) -> l
     """Return blocks that share no rows, in order; of these every ``shards``-th, beginning with number ``shard``."""
     if not 1 <= shard <= shards:
         raise InputError(f"shard {shard}/{shards}: give i/n with 1 <= i <= n")
-    found = list({(block.signature, block.grids): block for block in priced_as(blocks).values()}.values())
-    mine = set(list(dict.fromkeys(block.signature for block in found))[shard - 1 :: shards])
-    return [block for block in found if block.signature in mine]
+    unique = list({(block.signature, block.grids): block for block in priced_as(blocks).values()}.values())
+    mine = set(list(dict.fromkeys(block.signature for block in unique))[shard - 1 :: shards])
+    return [block for block in unique if block.signature in mine]

@@ -76,16 +76,16 @@ def thin_groups(lines: Sequence[Tensor], widths: Sequence[int], keep: Tensor, ch
 
 
 def _counts(
-    parts: Mapping[int, int], groups: Sequence[Group], width: int, known: Mapping[int, int]
+    parts: Mapping[int, int], groups: Sequence[Group], width: int, fixed: Mapping[int, int]
 ) -> dict[int, int]:
     """Return permitted counts of groups that make up a width, or come next to it, in the most equal shares.
 
-    ``parts``: slots of one unit, by group; ``known``: counts that are chosen already.
+    ``parts``: slots of one unit, by group; ``fixed``: counts that are chosen already.
     """
     share = width / max(1, sum(each * groups[index].size for index, each in parts.items()))
     reached: dict[int, tuple[float, dict[int, int]]] = {0: (0.0, {})}
     for index, each in parts.items():
-        permitted = (known[index],) if index in known else groups[index].permitted
+        permitted = (fixed[index],) if index in fixed else groups[index].permitted
         wider: dict[int, tuple[float, dict[int, int]]] = {}
         for total, (uneven, counts) in reached.items():
             for count in permitted:

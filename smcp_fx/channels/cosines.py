@@ -20,8 +20,8 @@ from smcp_fx.tracing.values import held
 
 def is_cosine(module: fx.GraphModule, use: fx.Node, weight: fx.Node) -> bool:
     """Does the layer or product compute cosines with the rows of a matrix, which it reads as ``weight``?"""
-    given = [use.args[0], weight_and_bias(use)[0]] if is_layer(use) else factors(use)
-    operands = [one for one in given if isinstance(one, fx.Node)]
+    pair = [use.args[0], weight_and_bias(use)[0]] if is_layer(use) else factors(use)
+    operands = [one for one in pair if isinstance(one, fx.Node)]
     if weight not in operands or len(operands) < 2:
         return False
     return all(_is_normalised(module, one) for one in operands) and _is_of_one_matrix(module, use, weight)

@@ -14,8 +14,7 @@ from torch import fx
 
 from smcp_fx.tracing.operations import operation_name, writes_in_place
 from smcp_fx.tracing.traits import Trait, has
-from smcp_fx.tracing.trees import leaves_of
-from smcp_fx.tracing.values import OPAQUE, TensorInfo
+from smcp_fx.tracing.values import OPAQUE, TensorInfo, has_tensors
 
 
 def made_tensors(
@@ -27,7 +26,7 @@ def made_tensors(
     them (`zeros_like(state)`). If a node of real or complex numbers has readers outside the computation, its users
     inside are returned with it; other nodes come with None. ``unread``: nodes that do not count as users.
     """
-    tensors = {name for name, value in values.items() if _tensors(value)}
+    tensors = {name for name, value in values.items() if has_tensors(value)}
     made: dict[fx.Node, bool] = {}
     touched: set[fx.Node] = set()  # a write into a tensor may change all tensors that it was made from
     for node in module.graph.nodes:
@@ -77,7 +76,3 @@ def _touch(node: fx.Node, tensors: Collection[str], touched: set[fx.Node]) -> No
             if source not in touched and source.name in tensors:
                 touched.add(source)
                 todo.append(source)
-
-
-def _tensors(value: Any) -> list[TensorInfo]:
-    return [leaf for leaf in leaves_of(value) if isinstance(leaf, TensorInfo)]

@@ -37,7 +37,7 @@ from smcp_fx.channels.written_views import written_views
 from smcp_fx.tracing.operations import operation_name
 from smcp_fx.tracing.traits import Trait, has
 from smcp_fx.tracing.trees import leaves_of, mapped
-from smcp_fx.tracing.values import OPAQUE, ORIGIN, PASSED_ON, TensorInfo, held
+from smcp_fx.tracing.values import OPAQUE, ORIGIN, PASSED_ON, TensorInfo, has_tensors, held
 
 Rule = Callable[["Propagation", Call], Any]
 
@@ -164,10 +164,12 @@ class Propagation:
                 dims = [1] if along is None and rank > 2 and 1 in fitting else fitting
             shape = [size if d in dims else 1 for d, size in enumerate(value.shape)]
             count = math.prod(shape)
-            labels = uniform(self.fixed(value.name, _single(value)), value.shape) if count == 1 else None
-            if labels is None:
-                labels = self.fresh(value.name, count).reshape(shape).expand(value.shape)
-            self.trail.elements[value.name] = labels
+            why = constant_made_by(value.name) if isinstance(value, MadeRef) else "a parameter of one element"
+            self.trail.elements[value.name] = labels = (
+                uniform(self.fixed(value.name, why), value.shape)
+                if count == 1
+                else self.fresh(value.name, count).reshape(shape).expand(value.shape)
+            )
             if isinstance(value, MadeRef) or value.name in self.facts.learned:
                 self.trail.free_standing.add(value.name)
             if not isinstance(value, ConstantRef) and count > 1:
@@ -257,7 +259,7 @@ class Propagation:
 
     def _execute(self, node: fx.Node) -> Any:
         value = self.values[node.name]
-        if self.trail.blocks and (node.op == "output" or not (_has_tensors(value) or _asks_no_size(node))):
+        if self.trail.blocks and (node.op == "output" or not (has_tensors(value) or _asks_no_size(node))):
             self.pin_blocks(node)
         if node.op == "placeholder":
             kind = "" if ORIGIN in node.meta else INPUT
@@ -285,7 +287,7 @@ class Propagation:
             return None
         module = self.module.get_submodule(str(node.target)) if node.op == "call_module" else None
         call = Call(node, operation_name(node, module), tuple(args), dict(kwargs), module, value)
-        if call.name != "setitem" and not _has_tensors(value):
+        if call.name != "setitem" and not has_tensors(value):
             if not has(call.name, Trait.ASKS) and tensor_leaves((args, kwargs)):
                 # A number computed from a tensor's values, or an object that may hold tensors.
                 returned = bool(node.users) and all(user.op == "output" for user in node.users)
@@ -373,14 +375,6 @@ class Propagation:
             self.trail.elements[parameter.name] = uniform(self.fixed(node, why), parameter.shape)
 
 
-def _has_tensors(value: Any) -> bool:
-    return any(isinstance(leaf, TensorInfo) for leaf in leaves_of(value))
-
-
 def _asks_no_size(node: fx.Node) -> bool:
     """Does the node ask a tensor for something that does not depend on its number of channels?"""
     return node.target == "dim" or (node.target is getattr and node.args[1] in ("ndim", "dtype", "device"))
-
-
-def _single(value: ParameterRef) -> str:
-    return constant_made_by(value.name) if isinstance(value, MadeRef) else "a parameter of one element"

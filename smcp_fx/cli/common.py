@@ -42,8 +42,8 @@ class CommandParser(argparse.ArgumentParser):
         options.setdefault("formatter_class", _Help)
         super().__init__(*arguments, **options)  # type: ignore[arg-type]
         if " " not in self.prog:  # not a subcommand's parser
-            told = f"%(prog)s {version('smcp_fx')}"
-            self.add_argument("--version", action="version", version=told, help="print the version and end")
+            name = f"%(prog)s {version('smcp_fx')}"
+            self.add_argument("--version", action="version", version=name, help="print the version and end")
 
     def error(self, message: str) -> NoReturn:
         """Print the message and end with 2."""
@@ -58,8 +58,8 @@ class CommandParser(argparse.ArgumentParser):
             self.error(
                 f"the working directory cannot be read ({error.strerror}): change to one that is there"
             )
-        given = sys.argv[1:] if argv is None else list(argv)
-        for text in given:
+        words = sys.argv[1:] if argv is None else list(argv)
+        for text in words:
             try:
                 text.encode()
             except UnicodeEncodeError:
@@ -71,7 +71,7 @@ class CommandParser(argparse.ArgumentParser):
                 self.error(f"{text!r} holds a null character")
             if text.endswith("=--"):  # argparse would make a list of it
                 self.error(f"argument {text[:-3]}: expected one argument")
-        return self.parse_args(given)
+        return self.parse_args(words)
 
 
 def interruptible(main: Main) -> Main:

@@ -50,15 +50,15 @@ def _default(entry: Field[Any]) -> Any:
 def fractions(text: str) -> tuple[float, ...]:
     """Return fractions from "0.6,0.4" or "60%,40%"."""
     try:
-        found = tuple(
+        targets = tuple(
             float(part.removesuffix("%")) / (100 if part.endswith("%") else 1)
             for part in map(str.strip, text.split(","))
         )
     except ValueError:
-        found = (0.0,)
-    if any(not 0 < target <= 1 for target in found):
+        targets = (0.0,)
+    if any(not 0 < target <= 1 for target in targets):
         raise argparse.ArgumentTypeError(f"{text!r}: give fractions in (0, 1], as 0.6,0.4 or 60%,40%")
-    return found
+    return targets
 
 
 def _plain_type(hint: Any) -> Any:
@@ -70,8 +70,8 @@ def _plain_type(hint: Any) -> Any:
 
 def chosen(kind: type[T], arguments: Mapping[str, Any]) -> T:
     """Return the dataclass described by these parsed flags."""
-    given = {entry.name: arguments[entry.name] for entry in _options(kind)}
-    return kind(**{name: tuple(v) if isinstance(v, list) else v for name, v in given.items()})
+    options = {entry.name: arguments[entry.name] for entry in _options(kind)}
+    return kind(**{name: tuple(v) if isinstance(v, list) else v for name, v in options.items()})
 
 
 def add_backend_options(parser: argparse.ArgumentParser) -> None:
@@ -82,8 +82,8 @@ def add_backend_options(parser: argparse.ArgumentParser) -> None:
 
 def own_options(backend: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
     """Return a backend's own options; those of the others are looked at, too, and left."""
-    found = {name: asdict(chosen(kind, arguments)) for name, (_, kind) in backend_options().items()}
-    return found.get(backend, {})
+    by_backend = {name: asdict(chosen(kind, arguments)) for name, (_, kind) in backend_options().items()}
+    return by_backend.get(backend, {})
 
 
 def _options(kind: Any) -> list[Field[Any]]:

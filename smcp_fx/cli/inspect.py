@@ -90,26 +90,26 @@ def _inspect(arguments: argparse.Namespace, console: Console) -> None:
     from smcp_fx.inspection.page import render_inspection
     from smcp_fx.storage.files import write_texts
 
-    found = inspect_model(
+    inspection = inspect_model(
         arguments.model,
         input_size=arguments.input_size,
         multiple=arguments.multiple,
         exclude=tuple(arguments.exclude),
         widths=tuple(arguments.widths),
     )
-    told = describe(found)
+    facts = describe(inspection)
     texts: dict[Path, str] = {}
     if arguments.html:
-        texts[arguments.html] = render_inspection(told)
+        texts[arguments.html] = render_inspection(facts)
     if arguments.graphml:
-        texts[arguments.graphml] = to_graphml(found.channels)
+        texts[arguments.graphml] = to_graphml(inspection.channels)
     if arguments.dot:
-        texts[arguments.dot] = to_dot(found.channels)
+        texts[arguments.dot] = to_dot(inspection.channels)
     if arguments.json:
-        answer = _asked(arguments, found, told)
+        answer = _asked(arguments, inspection, facts)
         print(json.dumps(answer, indent=2, ensure_ascii=False))
     else:
-        _print(arguments, found, console)
+        _print(arguments, inspection, console)
     write_texts(texts, "the channel graph")
     for path in texts:
         if not arguments.json:
@@ -125,23 +125,23 @@ def _check(arguments: argparse.Namespace) -> None:
         raise InputError(f"--depth must be at least 1, not {arguments.depth}")
     if arguments.multiple < 1:
         raise InputError(f"--multiple must be at least 1, not {arguments.multiple}")
-    given = [path.resolve() for path in (arguments.html, arguments.graphml, arguments.dot) if path]
-    if len(set(given)) < len(given):
+    files = [path.resolve() for path in (arguments.html, arguments.graphml, arguments.dot) if path]
+    if len(set(files)) < len(files):
         raise InputError("two of --html, --graphml and --dot name the same file")
 
 
-def _print(arguments: argparse.Namespace, found: Any, console: Console) -> None:
+def _print(arguments: argparse.Namespace, inspection: Any, console: Console) -> None:
     from smcp_fx.inspection.text import channel_text, group_text, module_text, overview
 
     shown: Any
     if arguments.group is not None:
-        shown = group_text(found.channels, arguments.group)
+        shown = group_text(inspection.channels, arguments.group)
     elif arguments.channel is not None:
-        shown = channel_text(found.channels, arguments.module, arguments.channel, arguments.side)
+        shown = channel_text(inspection.channels, arguments.module, arguments.channel, arguments.side)
     elif arguments.module is not None:
-        shown = module_text(found.channels, arguments.module)
+        shown = module_text(inspection.channels, arguments.module)
     else:
-        shown = overview(found, arguments.depth)
+        shown = overview(inspection, arguments.depth)
     if not console.is_terminal:
         console.width = (
             _NO_WRAP  # one line per entry in a pipe or file; on a terminal, wrapped inside the tree
@@ -149,15 +149,15 @@ def _print(arguments: argparse.Namespace, found: Any, console: Console) -> None:
     console.print(shown, soft_wrap=False)
 
 
-def _asked(arguments: argparse.Namespace, found: Any, told: dict[str, Any]) -> Any:
+def _asked(arguments: argparse.Namespace, inspection: Any, facts: dict[str, Any]) -> Any:
     """Return what --json prints: everything, or the group, module or channel asked about."""
     from smcp_fx.inspection.text import layers_of
 
     if arguments.group is not None:
-        name = found.channels[arguments.group].name
-        return next(group for group in told["groups"] if group["name"] == name)
+        name = inspection.channels[arguments.group].name
+        return next(group for group in facts["groups"] if group["name"] == name)
     if arguments.channel is not None:
-        words = found.channels.explain(arguments.module, arguments.channel, arguments.side)
+        words = inspection.channels.explain(arguments.module, arguments.channel, arguments.side)
         return {
             "module": arguments.module,
             "channel": arguments.channel,
@@ -165,9 +165,9 @@ def _asked(arguments: argparse.Namespace, found: Any, told: dict[str, Any]) -> A
             "explanation": words.splitlines(),
         }
     if arguments.module is not None:
-        paths = {layer.path for layer in layers_of(found.channels, arguments.module)}
-        return [layer for layer in told["layers"] if layer["path"] in paths]
-    return told
+        paths = {layer.path for layer in layers_of(inspection.channels, arguments.module)}
+        return [layer for layer in facts["layers"] if layer["path"] in paths]
+    return facts
 
 
 if __name__ == "__main__":

@@ -98,8 +98,8 @@ def backend_of(arguments: argparse.Namespace) -> Backend:
 
 def fingerprint_of(arguments: argparse.Namespace) -> Fingerprint:
     """Return the fingerprint of the backend that the options name, with the device that they name."""
-    found = backend_of(arguments).fingerprint()
-    return replace(found, device=arguments.device) if arguments.device else found
+    fingerprint = backend_of(arguments).fingerprint()
+    return replace(fingerprint, device=arguments.device) if arguments.device else fingerprint
 
 
 def blocks_of(arguments: argparse.Namespace) -> list[FusedBlock]:
@@ -120,5 +120,5 @@ def network_of(arguments: argparse.Namespace) -> Network:
     assert inputs is not None
     if len(inputs[0]) != arguments.batch:
         raise InputError(f"--input-size {arguments.input_size!r} includes a batch: give that as --batch")
-    found = analyse(model, inputs, config=PruningConfig(multiple=arguments.multiple))
-    return Network(found.traced, found.channels, cut(found.traced, found.channels))
+    analysis = analyse(model, inputs, config=PruningConfig(multiple=arguments.multiple))
+    return Network(analysis.traced, analysis.channels, cut(analysis.traced, analysis.channels))

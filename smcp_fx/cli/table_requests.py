@@ -83,15 +83,15 @@ def _of_table(table: LatencyTable, options: BuildOptions) -> Fingerprint:
     nameless = fingerprint_of(nowhere, options)
     own = {"driver", "compute_capability"}
     fixed = [(name, value) for name, value in nameless.settings if name not in own]
-    found = [
+    prints = [
         f
         for f in table.fingerprints()
         if (f.backend, f.precision) == (nameless.backend, nameless.precision)
         and [(name, value) for name, value in f.settings if name not in own] == fixed
     ]
-    if len(found) > 1:
+    if len(prints) > 1:
         raise InputError(
-            f"{table.path} holds TensorRT rows of {len(found)} devices or versions "
-            f"({'; '.join(f.describe() for f in found)}): give each a table of its own"
+            f"{table.path} holds TensorRT rows of {len(prints)} devices or versions "
+            f"({'; '.join(f.describe() for f in prints)}): give each a table of its own"
         )
-    return found[0] if found else nameless
+    return prints[0] if prints else nameless

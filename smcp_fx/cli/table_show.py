@@ -37,11 +37,11 @@ def show(path: Path, rows: Sequence[TableRow], block: str | None, console: Conso
         )
         if block:
             of_print = _of_block(of_print, block)
-        found = _rows_table(of_print) if block else _blocks_table(of_print)
+        content = _rows_table(of_print) if block else _blocks_table(of_print)
         # Never cut numbers: lines wider than the terminal wrap.
-        needed = console.measure(found, options=console.options.update(width=1000)).maximum
+        needed = console.measure(content, options=console.options.update(width=1000)).maximum
         console.width = max(console.width, needed)
-        console.print(found)
+        console.print(content)
         for row in of_print if block else ():
             if row.latency is None:
                 console.print(f"  failed: {one_line(row.name)} at {_sizes(row)}: {one_line(row.error)}")
@@ -50,8 +50,8 @@ def show(path: Path, rows: Sequence[TableRow], block: str | None, console: Conso
 def _of_block(rows: Sequence[TableRow], name: str) -> list[TableRow]:
     chosen = [row for row in rows if name in row.name]
     if not chosen:
-        known = ", ".join(dict.fromkeys(row.name for row in rows))
-        raise InputError(f"the table has no block {name!r}; it has {known}")
+        names = ", ".join(dict.fromkeys(row.name for row in rows))
+        raise InputError(f"the table has no block {name!r}; it has {names}")
     return sorted(chosen, key=lambda row: (row.name, row.widths))
 
 
@@ -72,9 +72,9 @@ def _blocks_table(rows: Sequence[TableRow]) -> Table:
     for row in rows:
         by_block[row.signature].append(row)
     for members in by_block.values():
-        found = [(row.widths, row.latency) for row in members if row.latency]
-        spans = zip(*(widths for widths, _ in found), strict=True)
-        times = [latency.hot.median_ms for _, latency in found]
+        measured = [(row.widths, row.latency) for row in members if row.latency]
+        spans = zip(*(widths for widths, _ in measured), strict=True)
+        times = [latency.hot.median_ms for _, latency in measured]
         table.add_row(
             one_line(members[0].name),
             one_line("x".join(map(str, next(iter(input_shapes(members[0].signature)), ())))),
@@ -84,8 +84,8 @@ def _blocks_table(rows: Sequence[TableRow]) -> Table:
             *(
                 f"{max(spreads):.0%}" if (spreads := [m.spread for m in of_state if m]) else ""
                 for of_state in (
-                    [latency.hot for _, latency in found],
-                    [latency.cold for _, latency in found],
+                    [latency.hot for _, latency in measured],
+                    [latency.cold for _, latency in measured],
                 )
             ),
         )
@@ -117,11 +117,11 @@ def _sizes(row: TableRow) -> str:
     return "x".join(map(str, row.widths))
 
 
-def _state_cells(found: Measurement | None) -> tuple[str, str, str]:
-    if found is None:
+def _state_cells(state: Measurement | None) -> tuple[str, str, str]:
+    if state is None:
         return "", "", ""
-    unstable = "" if found.stable else " unstable"
-    return f"{found.median_ms:.4f} ms", f"{found.spread:.0%}{unstable}", str(found.repeats)
+    unstable = "" if state.stable else " unstable"
+    return f"{state.median_ms:.4f} ms", f"{state.spread:.0%}{unstable}", str(state.repeats)
 
 
 def _when(stamp: float) -> str:

@@ -41,10 +41,10 @@ def calibration_batches(
 ) -> Batches:
     """Return batches of ``images`` training images, drawn by ``seed``, with their labels if there are any."""
     drawn = data.drawn(images, seed)
-    found = drawn.epoch(min(_BATCH, len(drawn.train)), seed, fitted.channels, fitted.size)  # type: ignore[arg-type]
+    batches = drawn.epoch(min(_BATCH, len(drawn.train)), seed, fitted.channels, fitted.size)  # type: ignore[arg-type]
     return [
         (tuple(value.to(device) for value in as_tuple(x)), y.to(device) if data.labelled else None)
-        for x, y in found
+        for x, y in batches
     ]
 
 
@@ -59,7 +59,7 @@ def repaired(
 
 
 def calibration_facts(
-    found: Repaired, prepared: PreparedModel, images: int, labelled: bool, dense: float
+    outcome: Repaired, prepared: PreparedModel, images: int, labelled: bool, dense: float
 ) -> CalibrationFacts:
     """Return the report's part on calibration."""
     names = ("path", "before", "after", "repaired", "positions", "inputs", "left")
@@ -67,11 +67,11 @@ def calibration_facts(
         images=images,
         labels=labelled,
         dense=dense,
-        sliced=found.sliced,
-        repaired=found.repaired,
-        norms=len(found.report.norms),
+        sliced=outcome.sliced,
+        repaired=outcome.repaired,
+        norms=len(outcome.report.norms),
         layers=tuple(
-            RepairRow(**{name: getattr(layer, name) for name in names}) for layer in found.report.layers
+            RepairRow(**{name: getattr(layer, name) for name in names}) for layer in outcome.report.layers
         ),
         worth=_worth(prepared),
     )
@@ -96,9 +96,9 @@ def save_choice(path: Path, prepared: PreparedModel, facts: CalibrationFacts) ->
 def load_choice(path: Path, prepared: PreparedModel) -> CalibrationFacts:
     """Go back to the masks of a file, and return what the report says; raises `CheckpointError` for other files."""
     try:
-        found = dict(load_checkpoint(path, prepared)["calibration"])
-        layers = tuple(RepairRow(**row) for row in found.pop("layers"))
-        worth = tuple(WorthRow(**row) for row in found.pop("worth"))
-        return CalibrationFacts(**found, layers=layers, worth=worth)
+        facts = dict(load_checkpoint(path, prepared)["calibration"])
+        layers = tuple(RepairRow(**row) for row in facts.pop("layers"))
+        worth = tuple(WorthRow(**row) for row in facts.pop("worth"))
+        return CalibrationFacts(**facts, layers=layers, worth=worth)
     except (KeyError, TypeError, ValueError) as error:
         raise CheckpointError(f"{path} is damaged or of another version; start without --resume") from error

@@ -99,13 +99,13 @@ class RunFolder:
         except OSError as error:
             raise InputError(f"cannot write to {self.folder}: {error.strerror or error}") from error
         lock = self.state / "lock"
-        known = lock.exists()
+        existed = lock.exists()
         try:
             with locked(lock, f"another run works in {self.folder}"):
                 try:
                     yield
                 finally:
-                    if not self._begun and not known:
+                    if not self._begun and not existed:
                         lock.unlink(missing_ok=True)
         finally:
             if not self._begun:
@@ -147,8 +147,8 @@ class RunFolder:
             if before[part].get(key) != value
         ]
         if changed or before != self._record:
-            told = "; ".join(changed) or "fields that this version does not have"
+            said = "; ".join(changed) or "fields that this version does not have"
             raise CheckpointError(
-                f"the run in {self.folder} was started with other settings ({told[:600]}); resume it with the same, "
+                f"the run in {self.folder} was started with other settings ({said[:600]}); resume it with the same, "
                 "or start afresh in another --out"
             )

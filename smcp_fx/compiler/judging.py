@@ -36,10 +36,10 @@ def held_against_dense(data: ImageData, fitted: FittedModel, kinds: Kinds | None
     names = {name: fitted.output_names[int(name or 0)] if fitted.output_names else name for name in every[0]}
     outputs = {title: torch.cat([some[name] for some in every]) for name, title in names.items()}
     whole = Batch(1, (next(iter(outputs.values())),), {}, None)
-    found = Objective(fitted.model, outputs=kinds, quiet=True).read(outputs, whole)
+    kinds_read = Objective(fitted.model, outputs=kinds, quiet=True).read(outputs, whole)
     if kinds is None:
-        tell.note(f"{told(found, outputs)}. If that is wrong, say what it is, with --outputs")
-    readings = {name: found[title] for name, title in names.items() if title in found}
+        tell.note(f"{told(kinds_read, outputs)}. If that is wrong, say what it is, with --outputs")
+    readings = {name: kinds_read[title] for name, title in names.items() if title in kinds_read}
     variances = {name: max(float(spread(outputs[names[name]].float())), 1e-30) for name in readings}
     answers = Answers(readings, variances)
     return replace(data, answers=answers, classes=answers.classes)
@@ -61,21 +61,21 @@ def held_out_divergence(network: nn.Module, data: ImageData, fitted: FittedModel
 def dense_accuracy(fitted: FittedModel, data: ImageData, tell: Teller) -> float:
     """Return the accuracy of given weights; print it, beside the one they should have."""
     with tell.stage("testing the dense model"):
-        found = accuracy(fitted.model, fitted, data)
+        share = accuracy(fitted.model, fitted, data)
     said = "" if fitted.accuracy is None else f"; its weights are said to reach {fitted.accuracy:.2%}"
-    tell.say(f"dense test accuracy {found:.2%}{said}")
-    if is_guessing(found, data.classes):
+    tell.say(f"dense test accuracy {share:.2%}{said}")
+    if is_guessing(share, data.classes):
         tell.note(
-            f"the weights as they are do no better than guessing ({found:.2%}): are they for these "
+            f"the weights as they are do no better than guessing ({share:.2%}): are they for these "
             f"{data.classes} classes, in this order?"
         )
-    elif fitted.accuracy is not None and found < fitted.accuracy - _BELOW:
+    elif fitted.accuracy is not None and share < fitted.accuracy - _BELOW:
         tell.note(
-            f"the weights reach {found:.2%} here and {fitted.accuracy:.2%} where they come from: are the images "
+            f"the weights reach {share:.2%} here and {fitted.accuracy:.2%} where they come from: are the images "
             "prepared as for those (--input-size; size, crop and normalisation of a data set of your own), and "
             "the classes the same, in their order?"
         )
-    return found
+    return share
 
 
 def note_guesses(data: ImageData, dense: float, pruned: float, rate: float, tell: Teller) -> None:

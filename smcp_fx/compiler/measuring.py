@@ -92,13 +92,13 @@ class Corrector:
             return
         records = read_json(self.file, CheckpointError, "start without --resume")
         try:
-            found = [_comparison(record) for record in records]
+            earlier = [_comparison(record) for record in records]
         except (ValueError, TypeError, KeyError) as error:
             raise CheckpointError(
                 f"{self.file} is damaged or of another version ({type(error).__name__}: {error}); "
                 "start without --resume"
             ) from error
-        self.comparisons = [comparison for comparison in found if comparison.step <= step]
+        self.comparisons = [comparison for comparison in earlier if comparison.step <= step]
 
     def fit(self, step: int = 0) -> None:
         """Measure the network of the last solve, and solve again until it meets the target."""
@@ -211,18 +211,18 @@ def _comparison(record: dict[str, Any]) -> Comparison:
     """Return a comparison from a file; `ValueError`, `TypeError` or `KeyError` if it is invalid."""
     measured = record["measured"]
     sides = {side: Measurement(**measured[side]) for side in ("dense", "pruned")}
-    found = Comparison(**{**record, "measured": RelativeLatency(**{**measured, **sides})})
-    latency = found.measured
-    told = [latency.fraction, latency.q1, latency.q3, latency.error]
-    told += [
+    comparison = Comparison(**{**record, "measured": RelativeLatency(**{**measured, **sides})})
+    latency = comparison.measured
+    numbers = [latency.fraction, latency.q1, latency.q3, latency.error]
+    numbers += [
         ms for side in (latency.dense, latency.pruned) for ms in (side.median_ms, side.q1_ms, side.q3_ms)
     ]
-    for number in (*told, 0.0 if found.predicted_ms is None else found.predicted_ms):
+    for number in (*numbers, 0.0 if comparison.predicted_ms is None else comparison.predicted_ms):
         if type(number) not in (int, float) or not 0 <= number < math.inf:
             raise ValueError(f"{brief(number)} is not a measured number")
-    if type(found.step) is not int or type(found.name) is not str:
-        raise ValueError(f"{brief((found.name, found.step))} are not a name and a step")
-    return found
+    if type(comparison.step) is not int or type(comparison.name) is not str:
+        raise ValueError(f"{brief((comparison.name, comparison.step))} are not a name and a step")
+    return comparison
 
 
 def accuracy_of(engine: Engine, data: ImageData, fitted: FittedModel, batch: int) -> float:
@@ -234,10 +234,10 @@ def accuracy_of(engine: Engine, data: ImageData, fitted: FittedModel, batch: int
             torch.cat([value, value[:1].expand(batch - count, *value.shape[1:])]) if count < batch else value
             for value in inputs  # engines of a fixed batch take only full ones
         ]
-        found = [
+        outputs = [
             torch.from_numpy(output[:count] if count < batch else output)
             for output in engine.run([v.numpy() for v in filled])
         ]
-        right += data.right(found[0] if len(found) == 1 else found, labels)
+        right += data.right(outputs[0] if len(outputs) == 1 else outputs, labels)
         total += count
     return right / total

@@ -120,10 +120,10 @@ class Phases:
         classes = self.data.classes
 
         def finished(epoch: Epoch) -> None:
-            found = epoch.values["accuracy"]
-            if is_guessing(found, classes) and not is_guessing(self.dense_accuracy, classes):
+            share = epoch.values["accuracy"]
+            if is_guessing(share, classes) and not is_guessing(self.dense_accuracy, classes):
                 self.tell.say(
-                    f"epoch {epoch.epoch}: test accuracy {found:.2%} is that of guessing. Batch norms are estimated "
+                    f"epoch {epoch.epoch}: test accuracy {share:.2%} is that of guessing. Batch norms are estimated "
                     "anew at the end, which may bring it back; if not, try a smaller --lr"
                 )
             self.tell.epoch(epoch, loop.total_steps / loop.steps_per_epoch)

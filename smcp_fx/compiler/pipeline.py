@@ -71,8 +71,8 @@ def compile_model(
     config, usual = config or PruningConfig(), PruningConfig()
     for name in _LEARNT:
         if getattr(config, name) != getattr(usual, name) and not settings.masks:
-            given = f"{name}={getattr(config, name)!r}"
-            raise InputError(f"{given} is of masks that are learnt: set prune='during', too")
+            option = f"{name}={getattr(config, name)!r}"
+            raise InputError(f"{option} is of masks that are learnt: set prune='during', too")
     run = _Compilation(placed(settings), config, console or Console())
     return run.go()
 
@@ -113,8 +113,8 @@ class _Compilation:
             settings.schedule(data.steps_per_epoch(settings.train_batch))  # one that does not fit is told now
         weights = None
         if settings.has_weights:
-            given = settings.weights
-            weights = read_weights(self.base / given) if given else pretrained_weights(settings.model)
+            file = settings.weights
+            weights = read_weights(self.base / file) if file else pretrained_weights(settings.model)
         fitted = load_model(settings.model, data, weights, self.base, size=settings.side)
         return self._begin(fitted, data, backend)
 
@@ -134,8 +134,8 @@ class _Compilation:
                 kinds = settings.kinds or ("classes" if named else None)
                 data = held_against_dense(data, fitted, kinds, self.tell)
             tested = fitted.trained and data.labelled
-            found = dense_accuracy(fitted, data, self.tell) if tested else 1.0
-            phases = Phases(settings, fitted, data, self.tell, found)
+            accuracy = dense_accuracy(fitted, data, self.tell) if tested else 1.0
+            phases = Phases(settings, fitted, data, self.tell, accuracy)
             self.precision.calibrate(fitted, data)
             self._check_table(phases, backend, inputs, cost)
             self.folder.begin()  # from here on, an earlier run's files are replaced
@@ -289,11 +289,11 @@ class _Compilation:
             if self._begun is not None:
                 self._begun = network_latency.report = network_latency.report.after(self._begun)
                 return prepared  # what follows was said then
-            self._begun = found = network_latency.report
+            self._begun = report = network_latency.report
             self.tell.say(
-                f"{found.measured} rows measured, {found.reused} were there, in {duration(found.seconds)}"
+                f"{report.measured} rows measured, {report.reused} were there, in {duration(report.seconds)}"
             )
-            if other := found.elsewhere:
+            if other := report.elsewhere:
                 self.tell.note(
                     f"rows that the table had at {other} do not count: this run times batch {self.settings.batch} at "
                     f"{fitted.size} pixels"
@@ -314,20 +314,20 @@ class _Compilation:
             facts = load_choice(choice, prepared)
             corrector.resume(0)
             return convert(prepared), corrector, {"calibration": facts}
-        smaller, corrector, told = self._calibrate(prepared, phases, corrector, corrects)
+        smaller, corrector, fields = self._calibrate(prepared, phases, corrector, corrects)
         if self.settings.trains:
-            save_choice(choice, prepared, told["calibration"])
-        return smaller, corrector, told
+            save_choice(choice, prepared, fields["calibration"])
+        return smaller, corrector, fields
 
     def _tell_rows(self, prepared: PreparedModel, name: str) -> None:
         """Say which rows solves had measured, once there are new ones."""
         latency = latency_of(prepared.pruner.cost)
         if latency is None or latency.report is None:
             return
-        told, self._told = self._told or self._begun or latency.report, latency.report
-        if rows := latency.report.measured - told.measured:
+        before, self._told = self._told or self._begun or latency.report, latency.report
+        if rows := latency.report.measured - before.measured:
             self.tell.say(
-                f"{name}: {rows} rows measured in {duration(latency.report.seconds - told.seconds)}"
+                f"{name}: {rows} rows measured in {duration(latency.report.seconds - before.seconds)}"
             )
 
     def _calibrate(
@@ -364,28 +364,29 @@ class _Compilation:
             )
             name = "slicing and repairing"
             with self.tell.stage(name), self.tell.bar(name) as tick:
-                found = repaired(prepared, batches, fitted, data, tick)
+                fixed = repaired(prepared, batches, fitted, data, tick)
             self.tell.say(
                 f"{'accuracy' if data.labelled else 'agreement'} {dense:.2%} -> "
-                f"{found.sliced:.2%} sliced -> {found.repaired:.2%} repaired; {str(found.report).splitlines()[0]}"
+                f"{fixed.sliced:.2%} sliced -> {fixed.repaired:.2%} repaired; {str(fixed.report).splitlines()[0]}"
             )
             if data.answers is not None:
-                apart = held_out_divergence(found.network, data, fitted)
+                apart = held_out_divergence(fixed.network, data, fitted)
                 self.tell.note(
                     f"at {target:.0%}, held-out samples diverge by {apart:.3g} (nats, or relative squared error)"
                 )
             if target != targets[-1]:
-                points.append(self._emitted(prepared, found, corrector, target))
-        facts = calibration_facts(found, prepared, images, data.labelled, dense)
-        told = {"calibration": facts, "agreement": not data.labelled, "targets": tuple(points)}
-        return found.network, corrector, told | ({"target": f"{targets[-1]:g}"} if settings.targets else {})
+                points.append(self._emitted(prepared, fixed, corrector, target))
+        facts = calibration_facts(fixed, prepared, images, data.labelled, dense)
+        fields = {"calibration": facts, "agreement": not data.labelled, "targets": tuple(points)}
+        last = {"target": f"{targets[-1]:g}"} if settings.targets else {}
+        return fixed.network, corrector, fields | last
 
     def _emitted(
-        self, prepared: PreparedModel, found: Repaired, corrector: Corrector, target: float
+        self, prepared: PreparedModel, fixed: Repaired, corrector: Corrector, target: float
     ) -> TargetRow:
         """Write the network of one of several targets, measure it, and return its point of the curve."""
         path = self.settings.folder / f"pruned-{target:g}.onnx"
-        network = found.network.cpu()
+        network = fixed.network.cpu()
         self.saver.save(network, prepared, weights := path.with_suffix(".safetensors"))
         with (
             self.tell.stage("emitting"),
@@ -393,4 +394,4 @@ class _Compilation:
         ):
             measured = compared(corrector.dense, engine)
         file = (*corrector.backend.files(path), weights)[0]
-        return target_row(prepared, measured, found.repaired, file.name)
+        return target_row(prepared, measured, fixed.repaired, file.name)

@@ -33,26 +33,26 @@ def chosen_cost(settings: CompileSettings, base: Path, backend: Backend, tell: T
 
 def _foreign(table: LatencyTable, here: Fingerprint, allowed: bool, tell: Teller) -> Fingerprint | None:
     """Return the fingerprint of a table's rows from another device or runtime, if allowed; None for this one's."""
-    known = table.fingerprints()
-    if not known or here in known:
+    others = table.fingerprints()
+    if not others or here in others:
         return None
-    told = "; ".join(f"{other.describe()} ({differences(other, here)})" for other in known)
+    listed = "; ".join(f"{other.describe()} ({differences(other, here)})" for other in others)
     if not allowed:
         raise TableError(
-            f"{table.path} holds no rows of {here.describe()}, only of: {told}. Measure into another file, fill "
+            f"{table.path} holds no rows of {here.describe()}, only of: {listed}. Measure into another file, fill "
             "this one with smcp-table measure, or use its rows as they are with --allow-fingerprint"
         )
-    if len(known) > 1:
+    if len(others) > 1:
         raise TableError(
-            f"{table.path} holds rows of {len(known)} fingerprints, none of this device ({told}); "
+            f"{table.path} holds rows of {len(others)} fingerprints, none of this device ({listed}); "
             "--allow-fingerprint needs a table of one: smcp-table merge --fingerprint KEY makes it"
         )
     tell.note(
-        f"latencies predicted by rows of another fingerprint, as allowed: {known[0].describe()}, not "
-        f"{here.describe()} ({differences(known[0], here)}); the target is that device's, so that nothing "
+        f"latencies predicted by rows of another fingerprint, as allowed: {others[0].describe()}, not "
+        f"{here.describe()} ({differences(others[0], here)}); the target is that device's, so that nothing "
         "measured here corrects it: measure the files there"
     )
-    return known[0]
+    return others[0]
 
 
 def dense_latency(prepared: PreparedModel, dense: Engine, cost: str | LatencyCost) -> float:

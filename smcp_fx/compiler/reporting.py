@@ -266,10 +266,10 @@ def _table_facts(latency: NetworkLatency, begun: MeasureReport | None, backend: 
 
 
 def _versions() -> dict[str, str]:
-    found = {}
+    versions = {}
     for name in dict.fromkeys(("smcp_fx", "torch", "torchvision", "numpy", *backend_packages())):
         try:
-            found[name] = version(name)
+            versions[name] = version(name)
         except PackageNotFoundError:
             continue
-    return found
+    return versions

@@ -46,25 +46,25 @@ C = TypeVar("C", bound=Candidate)
 
 
 def seek(
-    asked: float, first: C, solve: Callable[[float], C], known: Sequence[tuple[float, float]] = ()
+    asked: float, first: C, solve: Callable[[float], C], earlier: Sequence[tuple[float, float]] = ()
 ) -> tuple[C, float, bool]:
     """Return the network that measures ``asked`` of the dense latency, what it measured, and whether that is met.
 
-    ``first``: the network of the present solve; ``solve`` returns one for another predicted cost. ``known``: earlier
+    ``first``: the network of the present solve; ``solve`` returns one for another predicted cost. ``earlier``: past
     pairs (predicted, measured fraction). Sessions differ, so a network that meets the target is measured again in
     another one, and the mean of both must meet it. If no network does, the nearest is returned.
     """
-    told, tried = list(known), list[tuple[C, float]]()
+    pairs, tried = list(earlier), list[tuple[C, float]]()
     candidate = first
     for attempt in range(TRIES + 1):
         if attempt:
-            candidate = solve(aim_for(asked, told))
+            candidate = solve(aim_for(asked, pairs))
         fractions: list[float] = []
         for _ in range(2):
-            found = candidate.measure()
-            fractions.append(found.fraction)
-            told.append((candidate.predicted, found.fraction))
-            mean, error = float(np.mean(fractions)), found.error / math.sqrt(len(fractions))
+            measured = candidate.measure()
+            fractions.append(measured.fraction)
+            pairs.append((candidate.predicted, measured.fraction))
+            mean, error = float(np.mean(fractions)), measured.error / math.sqrt(len(fractions))
             met = is_met(mean - asked, error)
             if not met:
                 break

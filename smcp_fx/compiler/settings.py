@@ -185,10 +185,10 @@ class CompileSettings:
             raise InputError("--pretrained and --weights both say what to start from: give one of them")
         if self.every is not None and self.every < 1:
             raise InputError(f"--every must be at least 1 step, not {self.every}")
-        given = [name for name in _SCHEDULE if getattr(self, name) is not None]
-        if given and not self.masks:
+        options = [name for name in _SCHEDULE if getattr(self, name) is not None]
+        if options and not self.masks:
             raise InputError(
-                f"{_flag(given[0])} is of soft masks: give --prune during, too, and some --epochs"
+                f"{_flag(options[0])} is of soft masks: give --prune during, too, and some --epochs"
             )
         if not 0 <= self.seed < 2**32:
             raise InputError(f"--seed must be from 0 to {2**32 - 1}, not {self.seed}")
@@ -279,12 +279,12 @@ class CompileSettings:
 
 def _numbers(name: str, text: str) -> tuple[float, ...]:
     try:
-        found = tuple(float(part) for part in text.split(","))
+        numbers = tuple(float(part) for part in text.split(","))
     except ValueError:
-        found = ()
-    if len(found) not in (1, 3) or (name == "std" and min(found) <= 0):
+        numbers = ()
+    if len(numbers) not in (1, 3) or (name == "std" and min(numbers) <= 0):
         raise InputError(f"--{name} {text!r}: give one number or three, as 0.485,0.456,0.406")
-    return found * (3 // len(found))
+    return numbers * (3 // len(numbers))
 
 
 #: Settings that may change between a run and its resumption without changing its result.

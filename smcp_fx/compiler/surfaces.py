@@ -19,12 +19,12 @@ def surfaces(latency: NetworkLatency, counts: Mapping[str, int]) -> tuple[Surfac
 
     Hot and cold rows are weighted as for the pruned network with these counts.
     """
-    found = latency.surfaces(latency.share(counts))
+    by_block = latency.surfaces(latency.share(counts))
     dearest: dict[str, tuple[float, SurfaceRow]] = {}
     for block in latency.blocks:
         if not block.widths:
             continue
-        surface = found[block.signature, block.grids]
+        surface = by_block[block.signature, block.grids]
         dense_ms = float(surface(*(np.asarray(width) for width in block.full_widths)))
         if dense_ms <= dearest.get(block.signature, (0.0, None))[0]:
             continue
@@ -42,4 +42,4 @@ def surfaces(latency: NetworkLatency, counts: Mapping[str, int]) -> tuple[Surfac
                 full=tuple(block.full_widths),
             ),
         )
-    return tuple(found for _, found in sorted(dearest.values(), key=lambda pair: -pair[0])[:_SHOWN])
+    return tuple(by_block for _, by_block in sorted(dearest.values(), key=lambda pair: -pair[0])[:_SHOWN])

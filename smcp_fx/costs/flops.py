@@ -88,7 +88,7 @@ def _products(
             continue  # counted by its weights
         if node is not None and operation_of(traced.module, node) == "scaleddotproductattention":
             query, value = (_argument(node, *which) for which in ((0, "query"), (2, "value")))
-            lengths = [traced.values[given.name].shape[-1] for given in (query, value)]
+            lengths = [traced.values[operand.name].shape[-1] for operand in (query, value)]
             scores = count * lengths[0] // sum(lengths)
             width, of = _left(channels, query.name)
             yield name, scores, (width,), of
@@ -108,9 +108,9 @@ def _products(
 
 
 def _argument(node: fx.Node, place: int, name: str) -> fx.Node:
-    given = node.args[place] if len(node.args) > place else node.kwargs[name]
-    assert isinstance(given, fx.Node)
-    return given
+    operand = node.args[place] if len(node.args) > place else node.kwargs[name]
+    assert isinstance(operand, fx.Node)
+    return operand
 
 
 def _left(channels: ChannelGraph, node: str) -> tuple[Width, int]:

@@ -35,21 +35,21 @@ class ParamsCost:
 
 def _shapes(traced: Traced, channels: ChannelGraph) -> dict[str, tuple[int, ...]]:
     computed = channels.trail.computed
-    gone = {name for found in computed.values() for name in found.unread}
+    gone = {name for weight in computed.values() for name in weight.unread}
     shapes = {name: tuple(p.shape) for name, p in traced.module.named_parameters() if name not in gone}
-    return shapes | {name: found.shape for name, found in computed.items()}
+    return shapes | {name: weight.shape for name, weight in computed.items()}
 
 
 def _readers(traced: Traced) -> dict[str, list[str]]:
     """The nodes that read each parameter."""
     names = {id(parameter): name for name, parameter in traced.module.named_parameters()}
-    found: dict[str, list[str]] = defaultdict(list)
+    readers: dict[str, list[str]] = defaultdict(list)
     for node in traced.module.graph.nodes:
         if node.op == "call_module":
             for parameter in traced.module.get_submodule(str(node.target)).parameters():
-                found[names[id(parameter)]].append(node.name)
+                readers[names[id(parameter)]].append(node.name)
         elif node.op == "get_attr":
             tensor = held(traced.module, str(node.target))
             if id(tensor) in names:
-                found[names[id(tensor)]].append(node.name)
-    return found
+                readers[names[id(tensor)]].append(node.name)
+    return readers

@@ -101,8 +101,8 @@ def without_branch(channels: ChannelGraph, nodes: Collection[str], term: CostTer
         return term
 
     def price(*widths: NDArray[np.int64]) -> NDArray[np.float64]:
-        given = iter(widths[:-1])
-        every = [next(given) if width.groups else np.asarray(width.constant) for width in term.widths]
+        sizes = iter(widths[:-1])
+        every = [next(sizes) if width.groups else np.asarray(width.constant) for width in term.widths]
         return np.where(widths[-1] > 0, term.price(*every), 0.0)
 
     return CostTerm(term.name, (*free, Width(groups=((remover, 1),))), price)

@@ -50,13 +50,13 @@ def inspect_model(
     or "4x3x160x160"; of an ONNX file as for `read_network`. Raises `InputError` for models and sizes that do not fit,
     `TraceError` for models that cannot be traced, not even in parts.
     """
-    model, given = network_and_inputs(spec, input_size)
-    inputs = given or _usual_inputs(model)
-    found = analyse(model, inputs, config=PruningConfig(multiple=multiple, exclude=exclude, widths=widths))
+    model, example = network_and_inputs(spec, input_size)
+    inputs = example or _usual_inputs(model)
+    analysis = analyse(model, inputs, config=PruningConfig(multiple=multiple, exclude=exclude, widths=widths))
     shapes = tuple(tuple(value.shape) for value in inputs if isinstance(value, Tensor))
-    regions = () if found.joined is None else tuple(region.path for region in found.joined.regions)
-    untraced = {} if found.joined is None else found.joined.stopped
-    return Inspection(spec, shapes, found.channels, regions, untraced)
+    regions = () if analysis.joined is None else tuple(region.path for region in analysis.joined.regions)
+    untraced = {} if analysis.joined is None else analysis.joined.stopped
+    return Inspection(spec, shapes, analysis.channels, regions, untraced)
 
 
 def _usual_inputs(model: nn.Module) -> tuple[Any, ...]:
@@ -90,10 +90,10 @@ def describe(inspection: Inspection) -> dict[str, Any]:
 
 def unique_layers(channels: ChannelGraph) -> list[Layer]:
     """Return the layers in the order they run, those called again left out."""
-    found: dict[str, Layer] = {}
+    layers: dict[str, Layer] = {}
     for layer in channels.layers:
-        found.setdefault(layer.path, layer)
-    return list(found.values())
+        layers.setdefault(layer.path, layer)
+    return list(layers.values())
 
 
 def groups_of(channels: ChannelGraph, labels: Tensor) -> dict[str, int]:

@@ -130,11 +130,11 @@ def _sum(groups: Sequence[Group]) -> str:
 
 
 def _pins(channels: ChannelGraph) -> Text:
-    found = pinned_summary(channels)
-    if not found:
+    reasons = pinned_summary(channels)
+    if not reasons:
         return Text("Nothing must stay whole.")
     text = Text("must stay whole:")
-    for reason, groups, units in found:
+    for reason, groups, units in reasons:
         text.append(f"\n  {units} unit{'s' * (units > 1)} of {groups} group{'s' * (groups > 1)}: {reason}")
     return text
 
@@ -152,12 +152,12 @@ def group_text(channels: ChannelGraph, name: str) -> Text:
         reasons = {reason for unit in units for reason in channels.units.why.get(unit)}
         for reason in sorted(reasons):
             text.append(f"\n  - {channels.trail.explained(reason)}", style="yellow")
-    for title, side, what in (("written by", "out", "output"), ("read by", "in", "input")):
+    for title, side, direction in (("written by", "out", "output"), ("read by", "in", "input")):
         members = [(path, n) for (path, where), n in group.channels.items() if where == side]
         if members:
             text.append(f"\n{title}", style="not bold")
         for path, count in members:
-            each = f"{count} {what} channel{'s' * (count > 1)} a unit"
+            each = f"{count} {direction} channel{'s' * (count > 1)} a unit"
             text.append(f"\n  - {path}: {each}", style="not bold")
     return text
 
@@ -172,13 +172,13 @@ def module_text(channels: ChannelGraph, path: str) -> Text:
 
 def layers_of(channels: ChannelGraph, path: str) -> list[Layer]:
     """Return the layers at or below a module; `InputError` when there is none."""
-    found = [la for la in unique_layers(channels) if la.path == path or la.path.startswith(path + ".")]
-    if not found:
+    layers = [la for la in unique_layers(channels) if la.path == path or la.path.startswith(path + ".")]
+    if not layers:
         near = [layer.path for layer in unique_layers(channels)]
         raise InputError(
             f"{path!r} is not a convolution or linear of this network and holds none; there are {names(near)}"
         )
-    return found
+    return layers
 
 
 def _layer_text(channels: ChannelGraph, layer: Layer) -> Text:

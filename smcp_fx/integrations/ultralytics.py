@@ -114,20 +114,20 @@ class PrunedYolo(nn.Module):
 
     def init_criterion(self) -> Any:
         """Return the original's loss, also outside of a trainer, where the settings that it reads are a dict."""
-        given = vars(self).get("args")  # a classifier has none
-        if not isinstance(given, dict):
+        args = vars(self).get("args")  # a classifier has none
+        if not isinstance(args, dict):
             return self.kind.init_criterion(self)  # type: ignore[attr-defined]
-        self.args = SimpleNamespace(**given)
+        self.args = SimpleNamespace(**args)
         try:
             return self.kind.init_criterion(self)  # type: ignore[attr-defined]
         finally:
-            self.args = given
+            self.args = args
 
     def __getattr__(self, name: str) -> Any:
         """Methods of the original's class (its loss, and what its trainer calls) do here what they do there."""
-        found = inspect.getattr_static(vars(self).get("kind", object), name, None)
-        if isinstance(found, FunctionType) and name not in vars(nn.Module):
-            return MethodType(found, self)
+        method = inspect.getattr_static(vars(self).get("kind", object), name, None)
+        if isinstance(method, FunctionType) and name not in vars(nn.Module):
+            return MethodType(method, self)
         return super().__getattr__(name)
 
     def fuse(self, *args: Any, **kwargs: Any) -> PrunedYolo:
@@ -203,8 +203,8 @@ class PruningTrainer:
         if isinstance(weights, PrunedYolo):
             return weights
         model = super().get_model(cfg, weights, verbose)  # type: ignore[misc]
-        given = {"target": self.target, "cost": self.cost, **self.options}
-        return PrunedYolo.prepare(model, int(self.args.imgsz), **given)
+        options = {"target": self.target, "cost": self.cost, **self.options}
+        return PrunedYolo.prepare(model, int(self.args.imgsz), **options)
 
     def optimizer_step(self: Any) -> None:
         """Let the pruner see the gradients, then step; the averaged model gets the new masks."""

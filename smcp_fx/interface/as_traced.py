@@ -26,17 +26,17 @@ def call_of(model: nn.Module, inputs: tuple[Any, ...], forms: tuple[Form, ...]) 
     spare = {name for form in forms for name in form.names}
     needed = [
         parameter.name
-        for parameter, given in zip(parameters, inputs, strict=False)
+        for parameter, value in zip(parameters, inputs, strict=False)
         if is_option(parameter.default)
-        and not is_default(given, parameter.default)
+        and not is_default(value, parameter.default)
         and parameter.name not in spare
     ]
     names = [parameter.name for parameter, _ in zip(parameters, inputs, strict=False)]
     left = [p for p in named if p.name not in names]
     fixed = {p.name: p.default for p in left if is_plain(p.default) or is_constant(p.default)}
     order = getattr(model.forward, "order", None)  # of `positional`
-    told = {"fixed": fixed, "needed": needed} if fixed or needed or order else {}
-    return {CALL: told | ({} if order is None else {"order": order})} if told else {}
+    notes = {"fixed": fixed, "needed": needed} if fixed or needed or order else {}
+    return {CALL: notes | ({} if order is None else {"order": order})} if notes else {}
 
 
 class CalledAsTraced(nn.Module):
@@ -68,7 +68,7 @@ class CalledAsTraced(nn.Module):
         return (
             len(args) == count
             and "order" not in vars(self).get(CALL, {})
-            and all(given is not None for given in args)
+            and all(value is not None for value in args)
         )
 
     def _as_traced(
@@ -79,9 +79,9 @@ class CalledAsTraced(nn.Module):
         own = [*signature.parameters.values()][1:]
         if any(parameter.kind == parameter.VAR_POSITIONAL for parameter in own):
             return args, kwargs
-        told: dict[str, Any] = vars(self).get(CALL) or {"fixed": {}, "needed": []}
-        fixed: dict[str, Any] = told["fixed"]
-        order = told.get("order") or [*self._names(), *fixed]
+        notes: dict[str, Any] = vars(self).get(CALL) or {"fixed": {}, "needed": []}
+        fixed: dict[str, Any] = notes["fixed"]
+        order = notes.get("order") or [*self._names(), *fixed]
         placed = dict(zip(order, args, strict=False))
         for name, value in (placed | kwargs).items():
             if name in fixed and not _same(value, fixed[name]):
@@ -106,18 +106,18 @@ class CalledAsTraced(nn.Module):
             ) from None
         for parameter in own:
             value = bound.arguments.get(parameter.name, parameter.default)
-            if parameter.name in told["needed"] and is_default(value, parameter.default):
+            if parameter.name in notes["needed"] and is_default(value, parameter.default):
                 self._refuse(f"with {parameter.name}, and is called without it", "an example of such a call")
         return bound.args[1:], bound.kwargs
 
-    def _refuse(self, what: str, example: str) -> None:
+    def _refuse(self, how: str, example: str) -> None:
         raise AssumptionError(
-            f"{type(self).__name__} was traced {what}. Prepare the model with {example}. Or call the class itself: "
+            f"{type(self).__name__} was traced {how}. Prepare the model with {example}. Or call the class itself: "
             "convert(prepared, into=model) has its whole forward."
         )
 
 
-def _same(given: Any, default: Any) -> bool:
-    if isinstance(given, Tensor) or any(isinstance(leaf, Tensor) for leaf in pytree.tree_leaves(given)):
+def _same(value: Any, default: Any) -> bool:
+    if isinstance(value, Tensor) or any(isinstance(leaf, Tensor) for leaf in pytree.tree_leaves(value)):
         return False
-    return given is default or (type(given) is type(default) and bool(given == default))
+    return value is default or (type(value) is type(default) and bool(value == default))

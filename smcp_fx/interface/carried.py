@@ -29,9 +29,9 @@ def plain_attributes(model: nn.Module) -> dict[str, Any]:
     own.update(vars(model))
     answers = {name: said for name in _ASKED if (said := _answers(model, name)) is not None}
     info = getattr(model, "feature_info", None)
-    told = [getattr(info, "info", None), [*(getattr(info, "out_indices", None) or ())]]
-    if told[0] and is_plain(told):  # of a backbone that returns features
-        answers["feature_info"] = told
+    features = [getattr(info, "info", None), [*(getattr(info, "out_indices", None) or ())]]
+    if features[0] and is_plain(features):  # of a backbone that returns features
+        answers["feature_info"] = features
     return ({_ANSWERS: answers} if answers else {}) | {
         name: value
         for name, value in own.items()
@@ -44,7 +44,7 @@ def _answers(model: nn.Module, name: str) -> list[Any] | None:
     if not callable(method):
         return None
     try:
-        said = [method(**given) for given in _ASKED[name]]
+        said = [method(**options) for options in _ASKED[name]]
     except Exception:  # another method of this name
         return None
     said = [sorted(one) if isinstance(one, (set, frozenset)) else one for one in said]
@@ -88,8 +88,8 @@ def carry(module: fx.GraphModule, attributes: Mapping[str, Any]) -> None:
 
 def carried_attributes(module: fx.GraphModule) -> dict[str, Any]:
     """What `carry` set."""
-    found: dict[str, Any] = module.meta.get(_PRESERVED, {})
-    return {name: value for name, value in found.items() if name not in found.get(_ANSWERS, {})}
+    attributes: dict[str, Any] = module.meta.get(_PRESERVED, {})
+    return {name: value for name, value in attributes.items() if name not in attributes.get(_ANSWERS, {})}
 
 
 def without_answers(state: dict[str, Any]) -> dict[str, Any]:

@@ -106,9 +106,9 @@ def default_inputs(model: nn.Module, sides: Sequence[int] = ()) -> tuple[Any, ..
     The image has the first convolution's input channels, batch 2, and the first side of ``sides`` and of 32, 64, 224
     and 299 pixels that the model takes. Raises `InputError` when none fits.
     """
-    given = getattr(model, "example_input_array", None)
-    if given is not None:
-        return as_inputs(given, model)
+    example = getattr(model, "example_input_array", None)
+    if example is not None:
+        return as_inputs(example, model)
     config = getattr(model, "pretrained_cfg", None)
     if isinstance(config, dict) and "input_size" in config:
         return (torch.randn(2, *config["input_size"]),)

@@ -30,14 +30,14 @@ def keep_output_types(graph: fx.Graph, returned: Any) -> None:
         end.args = (_rebuilt(graph, end.args[0], returned),)
 
 
-def _rebuilt(graph: fx.Graph, found: Any, returned: Any) -> Any:
-    if isinstance(found, fx.Node) and is_by_mode(found):
-        with graph.inserting_before(found):  # what training alone returns is of the same class
-            sides = [_rebuilt(graph, side, returned) for side in found.args[1:]]
-        found.args = (found.args[0], *sides)
-        return found
-    if isinstance(found, dict) and isinstance(returned, dict):
-        values = {key: _rebuilt(graph, found[key], returned.get(key)) for key in found}
+def _rebuilt(graph: fx.Graph, value: Any, returned: Any) -> Any:
+    if isinstance(value, fx.Node) and is_by_mode(value):
+        with graph.inserting_before(value):  # what training alone returns is of the same class
+            sides = [_rebuilt(graph, side, returned) for side in value.args[1:]]
+        value.args = (value.args[0], *sides)
+        return value
+    if isinstance(value, dict) and isinstance(returned, dict):
+        values = {key: _rebuilt(graph, value[key], returned.get(key)) for key in value}
         kind = type(returned)
         if kind is OrderedDict:
             return graph.call_function(OrderedDict, (list(values.items()),))
@@ -45,13 +45,13 @@ def _rebuilt(graph: fx.Graph, found: Any, returned: Any) -> Any:
             return graph.call_function(kind, (), values)
         return values
     if (
-        isinstance(found, (list, tuple))
+        isinstance(value, (list, tuple))
         and isinstance(returned, (list, tuple))
-        and len(found) == len(returned)
+        and len(value) == len(returned)
     ):
-        parts = [_rebuilt(graph, a, b) for a, b in zip(found, returned, strict=True)]
-        return type(found)(*parts) if hasattr(found, "_fields") else type(found)(parts)
-    return found
+        parts = [_rebuilt(graph, a, b) for a, b in zip(value, returned, strict=True)]
+        return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
+    return value
 
 
 def plain_containers(graph: fx.Graph) -> tuple[fx.Graph, dict[str, str]]:
@@ -81,8 +81,8 @@ def plain_containers(graph: fx.Graph) -> tuple[fx.Graph, dict[str, str]]:
 def _put(values: Any, node: fx.Node) -> None:
     """Have the node's users take these values in its place."""
 
-    def placed(given: fx.Node) -> Any:
-        return values if given is node else given
+    def placed(leaf: fx.Node) -> Any:
+        return values if leaf is node else leaf
 
     for user in list(node.users):
         user.args, user.kwargs = fx.node.map_arg(user.args, placed), fx.node.map_arg(user.kwargs, placed)

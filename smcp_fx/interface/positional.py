@@ -68,9 +68,9 @@ def flattened(
         and all(isinstance(v, Tensor) for v in args)
     ):
         return model, args, None
-    known = [n.lstrip("*") for n in _names(model, len(args))]
-    given = [*zip(known, args, strict=True), *named.items()]
-    parts = [[f"{name}{pytree.keystr(path)}", value] for name, tree in given
+    own_names = [n.lstrip("*") for n in _names(model, len(args))]
+    arguments = [*zip(own_names, args, strict=True), *named.items()]
+    parts = [[f"{name}{pytree.keystr(path)}", value] for name, tree in arguments
              for path, value in pytree.tree_flatten_with_path(tree)[0]]  # fmt: skip
     _, structure = pytree.tree_flatten((args, named))
     values = [value for _, value in parts]
@@ -80,8 +80,8 @@ def flattened(
         raise InputError(f"example_inputs must hold tensors, in tuples, lists or dicts, and are: {kinds}")
     names = [re.sub(r"\W+", "_", parts[place][0]).strip("_") for place in tensors]
 
-    def rebuilt(given: tuple[Any, ...]) -> Call:
-        now = dict(zip(tensors, given, strict=True))
+    def rebuilt(leaves: tuple[Any, ...]) -> Call:
+        now = dict(zip(tensors, leaves, strict=True))
         call: Call = pytree.tree_unflatten([now.get(i, v) for i, v in enumerate(values)], structure)
         return call
 
@@ -99,28 +99,28 @@ def returning_tensors(model: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[nn.
             outputs = model(*(tensor.clone() for tensor in inputs))
     except Exception:  # told where it is exported
         return model, None
-    found, leaves = dict(tensors_in(outputs)), pytree.tree_leaves(outputs)
-    known = all(leaf is None or isinstance(leaf, Tensor) for leaf in leaves)
-    if not found or (known and len(found) == sum(leaf is not None for leaf in leaves)):
+    tensors, leaves = dict(tensors_in(outputs)), pytree.tree_leaves(outputs)
+    only_tensors = all(leaf is None or isinstance(leaf, Tensor) for leaf in leaves)
+    if not tensors or (only_tensors and len(tensors) == sum(leaf is not None for leaf in leaves)):
         return model, None
     taken = _names(model, len(inputs))
 
-    def values_of(given: Any) -> tuple[Tensor, ...]:
-        return tuple(dict(tensors_in(given)).values())
+    def values_of(output: Any) -> tuple[Tensor, ...]:
+        return tuple(dict(tensors_in(output)).values())
 
-    names = [re.sub(r"\W+", "_", name) for name in found]
+    names = [re.sub(r"\W+", "_", name) for name in tensors]
     return _taking(model, taken, lambda values: (values, {}), values_of), names
 
 
 def _names(model: nn.Module, count: int) -> list[str]:
     """The names of the first arguments of forward; "*" and the name for each of those that have none."""
-    found: list[str] = []
+    names: list[str] = []
     for parameter in parameters_of(model):
         if parameter.kind in (parameter.POSITIONAL_ONLY, parameter.POSITIONAL_OR_KEYWORD):
-            found.append(parameter.name)
+            names.append(parameter.name)
         elif parameter.kind == parameter.VAR_POSITIONAL:
-            found += [f"*{parameter.name}"] * (count - len(found))
-    return [*found, *(f"input_{i}" for i in range(len(found), count))][:count]
+            names += [f"*{parameter.name}"] * (count - len(names))
+    return [*names, *(f"input_{i}" for i in range(len(names), count))][:count]
 
 
 def _signature(model: nn.Module, names: list[str]) -> inspect.Signature:

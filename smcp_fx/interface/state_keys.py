@@ -32,11 +32,11 @@ def _keep_places(model: nn.Module, traced: nn.Module) -> None:
     for path, module in model.named_modules(remove_duplicate=False):
         places.setdefault(module, []).append(path)
     for paths in places.values():
-        known = dict(traced.named_modules(remove_duplicate=False)) if len(paths) > 1 else {}
-        there = [path for path in paths if path in known]
+        modules = dict(traced.named_modules(remove_duplicate=False)) if len(paths) > 1 else {}
+        there = [path for path in paths if path in modules]
         for path in paths if there else ():
-            if path not in known:
-                _owner(traced, path).add_module(path.rpartition(".")[2], known[there[0]])
+            if path not in modules:
+                _owner(traced, path).add_module(path.rpartition(".")[2], modules[there[0]])
 
 
 def _keep_order(model: nn.Module, traced: nn.Module) -> None:

@@ -42,10 +42,10 @@ def without_wrappers(state: dict[str, Any], prefix: str, own: Container[str]) ->
 
 
 def _plain(name: str, own: Container[str]) -> str:
-    found = name
-    while found not in own and found.startswith(_BEFORE):
-        found = found.partition(".")[2]
-    if found not in own:
+    plain = name
+    while plain not in own and plain.startswith(_BEFORE):
+        plain = plain.partition(".")[2]
+    if plain not in own:
         for wrapper in INSIDE:
-            found = found.replace(wrapper, "")
-    return found if found in own else name
+            plain = plain.replace(wrapper, "")
+    return plain if plain in own else name

@@ -106,12 +106,12 @@ class _Solver:
     def look(self, budget: float, effort: Effort) -> tuple[bool, bool]:
         """Search once; return whether the incumbent improved and whether the budget was exhausted."""
         self.seed += 1
-        found = search(self.core, self.dual.loss, budget + self.noise, effort, self.seed)
-        improved = found.value is not None and self.offer(found.chosen, found.value)
-        if found.complete:
+        result = search(self.core, self.dual.loss, budget + self.noise, effort, self.seed)
+        improved = result.value is not None and self.offer(result.chosen, result.value)
+        if result.complete:
             self.proven = max(self.proven, float(np.nextafter(budget, np.inf)))
             self.bound = min(self.bound, self.dual.bound + self.noise - self.proven)
-        return improved, found.complete
+        return improved, result.complete
 
     def shrink(self) -> None:
         """Drop the options that alone lose more than a better choice can."""

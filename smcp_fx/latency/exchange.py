@@ -70,12 +70,12 @@ def merge(target: Path, sources: Sequence[Path], fingerprint_key: str | None = N
 
 def refuse_mixed(rows: Iterable[TableRow], advice: str) -> None:
     """Raise `TableError` if rows are of several devices, runtimes or settings."""
-    found = {row.fingerprint.key(): row.fingerprint for row in rows}
-    if len(found) > 1:
-        told = "; ".join(f"{key}: {fingerprint.describe()}" for key, fingerprint in found.items())
+    by_key = {row.fingerprint.key(): row.fingerprint for row in rows}
+    if len(by_key) > 1:
+        listed = "; ".join(f"{key}: {fingerprint.describe()}" for key, fingerprint in by_key.items())
         raise TableError(
-            f"latencies of {len(found)} fingerprints are not mixed ({told}; they differ in "
-            f"{differences(*list(found.values())[:2])}): {advice}"
+            f"latencies of {len(by_key)} fingerprints are not mixed ({listed}; they differ in "
+            f"{differences(*list(by_key.values())[:2])}): {advice}"
         )
 
 
@@ -168,16 +168,16 @@ def _of_row(row: TableRow) -> list[Finding]:
     where = f"{row.name} at {_join(row.widths) or 'its only size'}"
     if row.latency is None:
         return [Finding(f"failed: {where}: {row.error}", True)]
-    found = []
+    findings = []
     for state, one in (("hot", row.latency.hot), ("cold", row.latency.cold)):
         if one is None:
             continue
         if one.median_ms <= 0 and row.signature != RUN_SIGNATURE:
-            found.append(Finding(f"impossible: {where}: {state} {one.median_ms:g} ms", True))
+            findings.append(Finding(f"impossible: {where}: {state} {one.median_ms:g} ms", True))
         elif not one.stable:
-            told = f"unstable: {where}: {state} {one.median_ms:.4g} ms, spread {one.spread:.0%}"
-            found.append(Finding(told, True))
-    return found
+            text = f"unstable: {where}: {state} {one.median_ms:.4g} ms, spread {one.spread:.0%}"
+            findings.append(Finding(text, True))
+    return findings
 
 
 # ---- files ------------------------------------------------------------------------------------------------------
@@ -216,9 +216,9 @@ def _kind(path: Path) -> str:
 def _record(row: TableRow) -> dict[str, Any]:
     record: dict[str, Any] = {"name": row.name, "widths": list(row.widths)}
     for state in ("hot", "cold"):
-        found: Measurement | None = getattr(row.latency, state) if row.latency else None
-        values = [None] * 5 if found is None else [
-            found.median_ms, found.q1_ms, found.q3_ms, found.repeats, found.stable
+        measured: Measurement | None = getattr(row.latency, state) if row.latency else None
+        values = [None] * 5 if measured is None else [
+            measured.median_ms, measured.q1_ms, measured.q3_ms, measured.repeats, measured.stable
         ]  # fmt: skip
         record.update(zip((f"{state}_{name}" for name in _MEASUREMENT), values, strict=True))
     return {
@@ -322,16 +322,16 @@ def _row(record: Mapping[str, Any], where: str, prints: dict[str, Fingerprint]) 
         error = record.get("error")
         if hot is None and not error:
             return None
-        told = record["fingerprint"]
-        known = told if isinstance(told, str) else json.dumps(told)
-        if known not in prints:
-            prints[known] = values.fingerprint(parse_json(known))
+        written = record["fingerprint"]
+        key = written if isinstance(written, str) else json.dumps(written)
+        if key not in prints:
+            prints[key] = values.fingerprint(parse_json(key))
         measured_at = record.get("measured_at")
         return TableRow(
             values.text(record["name"], "name"),
             values.text(record["signature"], "signature"),
             values.widths(record["widths"]),
-            prints[known],
+            prints[key],
             BlockLatency(hot, cold) if hot is not None else None,
             None if hot is not None else values.text(error, "error"),
             values.moment(measured_at, "measured_at") if measured_at else time.time(),
@@ -349,7 +349,7 @@ def _measurement(record: Mapping[str, Any], state: str) -> Measurement | None:
         return None
     low, high = (median if quartile is None else quartile for quartile in (q1, q3))
     steady = 1 if stable is None else int(stable) if isinstance(stable, bool) else stable
-    found = values.measurement((median, low, high, 1 if repeats is None else repeats, steady), state)
-    if found is not None and found.median_ms == 0 and record.get("signature") != RUN_SIGNATURE:
+    measured = values.measurement((median, low, high, 1 if repeats is None else repeats, steady), state)
+    if measured is not None and measured.median_ms == 0 and record.get("signature") != RUN_SIGNATURE:
         raise ValueError(f"{state}_ms is 0; a latency is a positive number of ms")
-    return found
+    return measured

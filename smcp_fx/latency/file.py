@@ -175,8 +175,8 @@ class TableFile:
                     raise sqlite3.DatabaseError("the changes beside it do not make it whole")
                 return database
             for attempt in range(_LOOKS):  # other processes may write marks between two looks
-                found = _seen(database)
-                if alone.mark is None or found.mark is None or alone.mark[0] in found.mark:
+                seen = _seen(database)
+                if alone.mark is None or seen.mark is None or alone.mark[0] in seen.mark:
                     return database
                 time.sleep(0.05 * attempt)
                 other = _connect(self.path, "immutable=1")
@@ -238,12 +238,12 @@ class TableFile:
         other = sorted({name for name, _ in seen.objects - _made()})
         missing = sorted({name for name, _ in _made() - seen.objects} - {"mark"})
         if missing or other:
-            told = (
+            why = (
                 f"it holds {', '.join(other)[:200]} of another make"
                 if other
                 else f"it lacks {', '.join(missing)}"
             )
-            raise TableError(f"{self.path} is a damaged latency table: {told}; move it away and measure anew")
+            raise TableError(f"{self.path} is a damaged latency table: {why}; move it away and measure anew")
 
     def _create(self) -> None:
         """Create the tables if there are none."""
@@ -300,8 +300,8 @@ def _made() -> frozenset[tuple[str, str | None]]:
 
 def _objects(database: sqlite3.Connection) -> frozenset[tuple[str, str | None]]:
     """Names with the SQL that made them, as SQLite keeps it, without the indices that it makes for keys."""
-    found = database.execute("SELECT name, sql FROM sqlite_master WHERE type != 'index' OR sql IS NOT NULL")
-    return frozenset((str(name), made) for name, made in found)
+    rows = database.execute("SELECT name, sql FROM sqlite_master WHERE type != 'index' OR sql IS NOT NULL")
+    return frozenset((str(name), made) for name, made in rows)
 
 
 def _seen(database: sqlite3.Connection) -> _Seen:

@@ -145,10 +145,10 @@ class Filling:
         limit = TOLERANCE * min((row.pace_ms for _, row in self._rows.values() if row.pace_ms), default=0.0)
         return self._repeat([key for key, (_, row) in self._rows.items() if row.pace_ms > limit], limit)
 
-    def _repeat(self, found: Sequence[tuple[str, Point]], slowest_ms: float = math.inf) -> int:
+    def _repeat(self, keys: Sequence[tuple[str, Point]], slowest_ms: float = math.inf) -> int:
         """Measure rows again and keep the surer result, until the core gets slower; return how many improved."""
         mended = 0
-        for left, key in zip(reversed(range(len(found))), found, strict=True):
+        for left, key in zip(reversed(range(len(keys))), keys, strict=True):
             block, before = self._rows[key]
             again = self._measure_again(key, left)
             better = before if again is None else _surer(again, before)
@@ -172,16 +172,16 @@ class Filling:
     def _measure_again(self, key: tuple[str, Point], left: int) -> BlockLatency | None:
         block, _ = self._rows[key]
         self._repeated_rows.add(key)
-        found = self._measure(block, key[1])
+        latency = self._measure(block, key[1])
         self.repeated += 1
         self._tell(block, left)
-        return None if isinstance(found, str) else found
+        return None if isinstance(latency, str) else latency
 
     def _measure(self, block: Block, point: Point) -> BlockLatency | str:
         """Measure a row, or return why that failed; `MachineBusyError` if none can be measured now."""
         for left in reversed(range(_BUSY_TRIES)):
             try:
-                found = self._backend.block_latency(block, point, self._config)
+                latency = self._backend.block_latency(block, point, self._config)
             except MachineBusyError:
                 self._backend.require_quiet()
                 if not left:
@@ -190,14 +190,14 @@ class Filling:
                 return f"{type(error).__name__}: {error}"
             else:
                 break
-        self._pace_ms = found.pace_ms
-        if not found.stable and time.monotonic() - self._checked >= _CHECK_AGAIN_S:
+        self._pace_ms = latency.pace_ms
+        if not latency.stable and time.monotonic() - self._checked >= _CHECK_AGAIN_S:
             self._backend.require_quiet()
             self._checked = time.monotonic()
-        taken = [state.median_ms for state in (found.hot, found.cold) if state]
+        taken = [state.median_ms for state in (latency.hot, latency.cold) if state]
         if not all(0 < ms < math.inf for ms in taken):
             return f"measured {' and '.join(f'{ms:g}' for ms in taken)} ms, which no block can take"
-        return found
+        return latency
 
     def _tell(self, block: Block, left: int) -> None:
         if self._progress is None:
@@ -208,11 +208,11 @@ class Filling:
         )
 
 
-def _surer(found: BlockLatency, before: BlockLatency) -> BlockLatency:
+def _surer(new: BlockLatency, before: BlockLatency) -> BlockLatency:
     """Return the row measured while the core was faster, if that is known; else the steadier one."""
-    if found.pace_ms and before.pace_ms:
-        if found.pace_ms * TOLERANCE < before.pace_ms:
-            return found
-        if before.pace_ms * TOLERANCE < found.pace_ms:
+    if new.pace_ms and before.pace_ms:
+        if new.pace_ms * TOLERANCE < before.pace_ms:
+            return new
+        if before.pace_ms * TOLERANCE < new.pace_ms:
             return before
-    return before.steadier(found)
+    return before.steadier(new)

@@ -42,13 +42,13 @@ def known_at(blocks: Iterable[Block], store: LatencyStore, fingerprint: Fingerpr
     batches, sizes = set(), False
     for signature in lacking:
         for other in alike.get(_but_sizes(signature), ()):
-            if (found := _batch(other)) != _batch(signature):
-                batches.add(found)
+            if (size := _batch(other)) != _batch(signature):
+                batches.add(size)
             else:
                 sizes = True
     named = sorted(batch for batch in batches if batch)
-    told = [f"batch {', '.join(map(str, named[:_NAMED]))}"] if named else []
-    return " and ".join([*told, *["other image sizes"] * sizes])
+    words = [f"batch {', '.join(map(str, named[:_NAMED]))}"] if named else []
+    return " and ".join([*words, *["other image sizes"] * sizes])
 
 
 def _batch(signature: str) -> int:

@@ -15,7 +15,7 @@ from smcp_fx.backends.base import BYTES, Backend, Fingerprint
 from smcp_fx.blocks.fused import FusedBlock
 from smcp_fx.blocks.sharing import Grids
 from smcp_fx.channels import ChannelGraph
-from smcp_fx.cost_model import CostTerm, NetworkCost, Price, Width
+from smcp_fx.cost_model import CostTerm, NetworkCost, Price
 from smcp_fx.costs.parameters import ParamsCost
 from smcp_fx.costs.terms import without_branch
 from smcp_fx.errors import MachineBusyError, TableError
@@ -96,7 +96,7 @@ class NetworkLatency:
         parameters = list(traced.module.parameters())
         own_bytes = parameters[0].element_size() if parameters else 4
         bytes_each = BYTES.get(fingerprint.precision, own_bytes)
-        found = cls(
+        latency = cls(
             table=table,
             fingerprint=fingerprint,
             residency=residency,
@@ -109,10 +109,10 @@ class NetworkLatency:
             measurer=measurer,
             report=report,
         )
-        found.as_of = table.latest(blocks, fingerprint)
-        found.read()
-        found.learn(found.full_counts, SURE)
-        return found
+        latency.as_of = table.latest(blocks, fingerprint)
+        latency.read()
+        latency.learn(latency.full_counts, SURE)
+        return latency
 
     def price_as_of(self, as_of: float) -> bool:
         """Take the prices from the rows up to a time; return whether that was possible.
@@ -159,30 +159,30 @@ class NetworkLatency:
         if self.measurer is None or not rows:
             return False
         with row_watcher(self.measurer.progress) as tell:
-            found = self.table.learn(rows, self.blocks, self.measurer.backend, tell)
-        self.report = found if self.report is None else found.after(self.report)
+            report = self.table.learn(rows, self.blocks, self.measurer.backend, tell)
+        self.report = report if self.report is None else report.after(self.report)
         blocks, points = zip(*rows, strict=True)
         before, latest = self.as_of, self.table.latest(blocks, self.fingerprint, points)
         self.as_of = max(before, latest)
         self.read()
-        return self.as_of > before or found.measured + found.repeated > 0
+        return self.as_of > before or report.measured + report.repeated > 0
 
     def lacking(self, counts: Mapping[str, int], doubt: float) -> list[tuple[FusedBlock, tuple[int, ...]]]:
         """Return the rows that make the latency at these counts too uncertain; see `learn`."""
         limit = doubt * self.latency(counts) / math.sqrt(len(self.blocks))
-        found: dict[tuple[str, tuple[int, ...]], FusedBlock] = {}
+        wanted: dict[tuple[str, tuple[int, ...]], FusedBlock] = {}
         for block in self.blocks:
             point = tuple(width.channels(counts) for width in block.widths)
             if 0 in point:
                 continue
             surface, at = self._surfaces[block.signature, block.grids], tuple(map(np.asarray, point))
             if float(surface.doubt(*at)) * float(surface(*at)) > limit:
-                found[block.signature, point] = block
+                wanted[block.signature, point] = block
         failed = {
             block.signature: self.table.store.failures(block.signature, self.fingerprint, self.as_of)
-            for block in found.values()
+            for block in wanted.values()
         }
-        return [(block, point) for (_, point), block in found.items() if point not in failed[block.signature]]
+        return [(block, at) for (_, at), block in wanted.items() if at not in failed[block.signature]]
 
     @property
     def full_counts(self) -> dict[str, int]:
@@ -265,8 +265,9 @@ def _sum_of_blocks(
     """One term per block; blocks without free widths are in the constant."""
     terms, constant = [], 0.0
     prices: dict[object, Price] = {}  # equal blocks share a price, so that it is evaluated once
+    fewest = {name: counts[0] for name, counts in permitted.items()}
     for block in blocks:
-        empty = any(_least(width, permitted) == 0 for width in block.widths)
+        empty = any(width.channels(fewest) == 0 for width in block.widths)
         least = tuple(grid[0] for grid in block.grids) if empty else ()
         alike = block.signature, block.grids, least
         if alike not in prices:
@@ -301,10 +302,6 @@ def _bytes_written(
 
 def _permitted(channels: ChannelGraph) -> dict[str, tuple[int, ...]]:
     return {group.name: group.permitted for group in channels.groups if group.free}
-
-
-def _least(width: Width, permitted: Mapping[str, tuple[int, ...]]) -> int:
-    return width.constant + sum(per_unit * permitted[group][0] for group, per_unit in width.groups)
 
 
 def _nothing_is_free(price: Price, least: tuple[int, ...]) -> Price:

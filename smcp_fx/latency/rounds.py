@@ -28,12 +28,12 @@ def rows_for_targets(
     latency: NetworkLatency, targets: Sequence[float]
 ) -> list[tuple[FusedBlock, tuple[int, ...]]]:
     """Return the rows to measure next for prunings to these fractions of the dense latency."""
-    found = {
+    rows = {
         (block.signature, point): (block, point)
         for target in targets
         for block, point in latency.lacking(_counts_at(latency, target), SURE)
     }
-    return list(found.values())
+    return list(rows.values())
 
 
 def measure_for_targets(latency: NetworkLatency, targets: Sequence[float]) -> None:

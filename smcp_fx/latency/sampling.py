@@ -39,8 +39,8 @@ def check_grids(grids: Grids) -> None:
             raise InputError(f"a width's values must be positive and ascending, and are {grid}")
 
 
-def rows_to_begin(grids: Grids, known: Iterable[Point]) -> list[Point]:
-    """Return the rows that every price needs, and that ``known`` ones do not predict: the ends, and some between."""
+def rows_to_begin(grids: Grids, measured: Iterable[Point]) -> list[Point]:
+    """Return the rows that every price needs and ``measured`` ones do not predict: the ends, and some between."""
     check_grids(grids)
     shares = [
         tuple(
@@ -55,31 +55,31 @@ def rows_to_begin(grids: Grids, known: Iterable[Point]) -> list[Point]:
         for axis, grid in enumerate(grids)
         if _divided(grid).aligned > 1
     ]
-    known, wanted = list(known), list[Point]()
+    measured, wanted = list(measured), list[Point]()
     for point in dict.fromkeys((*shares, *others)):
-        if point not in known and (not known or _doubts(grids, known, [point])[0] > _BEGUN):
-            known.append(point)
+        if point not in measured and (not measured or _doubts(grids, measured, [point])[0] > _BEGUN):
+            measured.append(point)
             wanted.append(point)
     return wanted
 
 
-def rows_of_all(grids: Grids, known: Iterable[Point]) -> list[Point]:
+def rows_of_all(grids: Grids, measured: Iterable[Point]) -> list[Point]:
     """Return the rows after which every width of the range is known; each is the least certain one so far."""
-    wanted = rows_to_begin(grids, known)
+    wanted = rows_to_begin(grids, measured)
     if not grids:
         return wanted
-    known = [*known, *wanted]
+    measured = [*measured, *wanted]
     candidates = list(itertools.product(*map(_thinned, grids)))
     while True:
-        doubts = _doubts(grids, known, candidates)
+        doubts = _doubts(grids, measured, candidates)
         if doubts.max() <= _KNOWN:
             return wanted
-        known.append(candidates[int(doubts.argmax())])
-        wanted.append(known[-1])
+        measured.append(candidates[int(doubts.argmax())])
+        wanted.append(measured[-1])
 
 
-def _doubts(grids: Grids, known: Sequence[Point], points: Sequence[Point]) -> np.ndarray:
-    surface = Surface(grids, dict.fromkeys(known, 1.0), [_divided(grid) for grid in grids])
+def _doubts(grids: Grids, measured: Sequence[Point], points: Sequence[Point]) -> np.ndarray:
+    surface = Surface(grids, dict.fromkeys(measured, 1.0), [_divided(grid) for grid in grids])
     return surface.doubt(*np.array(points, np.int64).reshape(len(points), len(grids)).T)
 
 

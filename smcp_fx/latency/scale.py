@@ -37,12 +37,12 @@ class Scale:
 
     def coordinate(self, widths: Any) -> Floats:
         """Return the positions of widths on the scale, in channels."""
-        given = np.asarray(widths, np.float64)
-        found = np.ceil(given / self.step) * self.step
+        exact = np.asarray(widths, np.float64)
+        rounded = np.ceil(exact / self.step) * self.step
         if self.saw:
-            whole, part = np.divmod(found, TOOTH * self.step)
-            found = TOOTH * self.step * (whole + np.interp(part / self.step, range(TOOTH + 1), _SAW))
-        return np.asarray(np.where(given < self.step, given, found) if self.apart else found)
+            whole, part = np.divmod(rounded, TOOTH * self.step)
+            rounded = TOOTH * self.step * (whole + np.interp(part / self.step, range(TOOTH + 1), _SAW))
+        return np.asarray(np.where(exact < self.step, exact, rounded) if self.apart else rounded)
 
     def off(self, widths: Any) -> Floats:
         """Return 1 for widths that take the other path, and 0 for others."""

@@ -77,44 +77,44 @@ class LatencyStore:
         self, signature: str, fingerprint: Fingerprint, as_of: float = math.inf
     ) -> dict[Point, BlockLatency]:
         """Return the rows of one block that were measured up to a time (seconds), by widths."""
-        found: dict[Point, BlockLatency] = {}
+        latencies: dict[Point, BlockLatency] = {}
         with self._reported():
             columns = f"widths, {_HOT}, {_COLD}"
             for row in self._of_block(columns, "measured", signature, fingerprint, as_of):
                 with self._placed(signature, row[0]):
                     point = values.widths_of_text(row[0])
-                    found[point] = values.latency(row[1:])
-                    values.as_many(point, len(next(iter(found))))
-        return found
+                    latencies[point] = values.latency(row[1:])
+                    values.as_many(point, len(next(iter(latencies))))
+        return latencies
 
     def failures(self, signature: str, fingerprint: Fingerprint, as_of: float = math.inf) -> dict[Point, str]:
         """Return the errors of one block's measurements that failed up to a time, by widths."""
-        found: dict[Point, str] = {}
+        errors: dict[Point, str] = {}
         with self._reported():
             for row in self._of_block("widths, error", "failed", signature, fingerprint, as_of):
                 with self._placed(signature, row[0]):
-                    found[values.widths_of_text(row[0])] = values.text(row[1], "the error")
-        return found
+                    errors[values.widths_of_text(row[0])] = values.text(row[1], "the error")
+        return errors
 
     def times(self, signature: str, fingerprint: Fingerprint) -> dict[Point, float]:
         """Return when the rows of one block were measured or failed (seconds), by widths."""
-        found: dict[Point, float] = {}
+        times: dict[Point, float] = {}
         with self._reported():
             for state in ("measured", "failed"):
                 for row in self._of_block("widths, changed", state, signature, fingerprint):
                     with self._placed(signature, row[0]):
-                        found[values.widths_of_text(row[0])] = values.moment(row[1], "its time")
-        return found
+                        times[values.widths_of_text(row[0])] = values.moment(row[1], "its time")
+        return times
 
     def rows(self, fingerprint: Fingerprint | None = None) -> list[TableRow]:
         """Return all measured and failed rows, or those of one fingerprint."""
-        found = []
+        rows = []
         for row in self.looked_through():
             if isinstance(row, TableError):
                 raise row
             if fingerprint is None or row.fingerprint == fingerprint:
-                found.append(row)
-        return found
+                rows.append(row)
+        return rows
 
     def looked_through(self) -> Iterator[TableRow | TableError]:
         """Yield every measured or failed row; in place of a damaged one, what is wrong with it."""
@@ -139,14 +139,14 @@ class LatencyStore:
                     if isinstance(here, TableError):
                         raise here
                     with self._placed(blocks[row[1]][0], row[2]):
-                        found = _row(here, *blocks[row[1]], *row[2:])
-                        if found is not None:
-                            values.as_many(found.widths, dimensions.setdefault(row[1], len(found.widths)))
+                        entry = _row(here, *blocks[row[1]], *row[2:])
+                        if entry is not None:
+                            values.as_many(entry.widths, dimensions.setdefault(row[1], len(entry.widths)))
                 except TableError as error:
                     yield error
                 else:
-                    if found is not None:
-                        yield found
+                    if entry is not None:
+                        yield entry
 
     def claim(
         self, name: str, signature: str, fingerprint: Fingerprint, points: Sequence[Point]
@@ -224,12 +224,12 @@ class LatencyStore:
                     values.as_many(
                         row.widths, len(values.widths_of_text(other)) if other else len(row.widths)
                     )
-                found = run(
+                stored = run(
                     "SELECT state, hot_stable, cold_stable FROM latency "
                     "WHERE fingerprint = ? AND block = ? AND widths = ?",
                     (*key, json.dumps(row.widths)),
                 ).fetchone()
-                standing = -1 if found is None else _rank(found[0] == "measured", found[1:])
+                standing = -1 if stored is None else _rank(stored[0] == "measured", stored[1:])
                 latency = row.latency
                 columns = [*_columns(latency.hot), *_columns(latency.cold)] if latency else [None] * 10
                 if _rank(latency is not None, (columns[4], columns[9])) <= standing:
@@ -261,9 +261,9 @@ class LatencyStore:
     def damage(self) -> list[str]:
         """Return what SQLite finds wrong with the file; nothing for a sound one."""
         with self._reported():
-            found = [row[0] for row in self._file.run("PRAGMA integrity_check").fetchall()]
+            lines = [row[0] for row in self._file.run("PRAGMA integrity_check").fetchall()]
             orphans = self._file.run("PRAGMA foreign_key_check").fetchall()
-        return [str(line) for line in found if line != "ok"] + [
+        return [str(line) for line in lines if line != "ok"] + [
             f"a row of table {row[0]} refers to nothing" for row in orphans
         ]
 
@@ -300,10 +300,10 @@ class LatencyStore:
 
     def _fingerprint(self, number: int, key: Any, fields: Any) -> Fingerprint:
         with self._placed("fingerprint", number):
-            found = values.fingerprint(parse_json(values.text(fields, "its fields")))
-            if found.key() != key:
-                raise ValueError(f"its key is {brief(key)}, its fields have {found.key()}")
-        return found
+            fingerprint = values.fingerprint(parse_json(values.text(fields, "its fields")))
+            if fingerprint.key() != key:
+                raise ValueError(f"its key is {brief(key)}, its fields have {fingerprint.key()}")
+        return fingerprint
 
     @contextmanager
     def _placed(self, name: Any, at: Any) -> Iterator[None]:
@@ -321,13 +321,13 @@ class LatencyStore:
             "INSERT OR IGNORE INTO fingerprint (key, fields) VALUES (?, ?)",
             (fingerprint.key(), json.dumps(fingerprint.as_dict(), sort_keys=True)),
         )
-        found = self._file.run("SELECT id FROM fingerprint WHERE key = ?", (fingerprint.key(),))
-        return int(found.fetchone()[0])
+        rows = self._file.run("SELECT id FROM fingerprint WHERE key = ?", (fingerprint.key(),))
+        return int(rows.fetchone()[0])
 
     def _block_id(self, name: str, signature: str) -> int:
         self._file.run("INSERT OR IGNORE INTO block (signature, name) VALUES (?, ?)", (signature, name))
-        found = self._file.run("SELECT id FROM block WHERE signature = ?", (signature,))
-        return int(found.fetchone()[0])
+        rows = self._file.run("SELECT id FROM block WHERE signature = ?", (signature,))
+        return int(rows.fetchone()[0])
 
     @contextmanager
     def _reported(self) -> Iterator[None]:

@@ -69,10 +69,10 @@ class Surface:
                 self._seen[point] = float(self._between(self._checked(widths)))
             return np.asarray(self._seen[point])
         at = self._checked(widths)
-        found = self._between(at)
+        latencies = self._between(at)
         for point, ms in self.rows.items():
-            found = np.where(_is_at(point, at), ms, found)
-        return found
+            latencies = np.where(_is_at(point, at), ms, latencies)
+        return latencies
 
     def _between(self, at: Sequence[Ints]) -> Floats:
         logs = np.asarray(self._constant, np.float64)
@@ -81,8 +81,8 @@ class Surface:
         if len(at) == 2:
             x, y = (side[one - grid[0]] for side, one, grid in zip(self._sides, at, self.grids, strict=True))
             logs = logs + np.einsum("...n,...n->...", x, y)
-        found: Floats = self._bilinear(at) * np.exp(logs)
-        return found
+        latencies: Floats = self._bilinear(at) * np.exp(logs)
+        return latencies
 
     def doubt(self, *widths: Ints) -> Floats:
         """Return the relative standard deviation of the latencies at these widths; 0 where they were measured."""
@@ -94,11 +94,11 @@ class Surface:
         own = always + sum(
             scale.off(one) * (_PATH**2 + _ALONG**2) for scale, one in zip(self.scales, at, strict=True)
         )
-        known = np.einsum("ij,ji->i", beside, cho_solve(self._factor, beside.T))
+        explained = np.einsum("ij,ji->i", beside, cho_solve(self._factor, beside.T))
         sure = np.zeros(at[0].shape, bool)
         for point in self.rows:
             sure |= _is_at(point, at)
-        doubt = np.sqrt(np.maximum(own - known, 0.0) + _ROW**2)
+        doubt = np.sqrt(np.maximum(own - explained, 0.0) + _ROW**2)
         return np.where(sure, 0.0, doubt).reshape(np.broadcast_shapes(*(np.shape(one) for one in widths)))
 
     def likelihood(self) -> float:
@@ -131,8 +131,8 @@ class Surface:
         terms = self._terms(self._at, len(measured))
         form = np.array(_FORM if len(self.grids) == 2 else (_FORM[0], sum(_FORM[1:])))[: terms.shape[1]]
         rows = np.concatenate([terms * (top / measured)[:, None], _SURELY * np.eye(len(form))])
-        found, _ = nnls(rows, np.concatenate([np.ones(len(measured)), _SURELY * form]))
-        return np.asarray(top * np.maximum(found, 1e-4))
+        shares, _ = nnls(rows, np.concatenate([np.ones(len(measured)), _SURELY * form]))
+        return np.asarray(top * np.maximum(shares, 1e-4))
 
     def _bilinear(self, at: Sequence[Ints]) -> Floats:
         if not at:
@@ -212,15 +212,15 @@ class Surface:
 
 def choose_scales(alike: Sequence[tuple[Grids, Mapping[Point, float]]]) -> tuple[Scale, ...]:
     """Return the scales, one per width, that make the rows of one kind of block most likely; plain ones win ties."""
-    found = [Scale()] * len(alike[0][0])
-    best = _likelihood(alike, found)
-    for _, axis in itertools.product(range(2), range(len(found))):
+    scales = [Scale()] * len(alike[0][0])
+    best = _likelihood(alike, scales)
+    for _, axis in itertools.product(range(2), range(len(scales))):
         for scale in SCALES:
-            other = [*found[:axis], scale, *found[axis + 1 :]]
+            other = [*scales[:axis], scale, *scales[axis + 1 :]]
             likely = _likelihood(alike, other)
             if likely > best + _MARGIN:
-                found, best = other, likely
-    return tuple(found)
+                scales, best = other, likely
+    return tuple(scales)
 
 
 def _likelihood(alike: Sequence[tuple[Grids, Mapping[Point, float]]], scales: Sequence[Scale]) -> float:

@@ -157,12 +157,12 @@ class LatencyTable:
         ``blocks``: the blocks whose rows, including these, are checked against each other.
         """
         blocks = list(blocks)
-        given, fingerprint = rows_by_block(rows, blocks), backend.fingerprint()
+        asked, fingerprint = rows_by_block(rows, blocks), backend.fingerprint()
 
         def lacking() -> Wanted:
             return [
                 (block, points)
-                for block, all_points in given
+                for block, all_points in asked
                 if (points := self._unknown(block, all_points, fingerprint))
             ]
 
@@ -172,13 +172,13 @@ class LatencyTable:
         self, blocks: Iterable[Block], fingerprint: Fingerprint, whole: bool = True
     ) -> list[tuple[Block, tuple[Point, ...]]]:
         """Return the blocks that lack rows, each with the widths to measure, except failed ones; see `measure`."""
-        choose, found = rows_of_all if whole else rows_to_begin, []
+        choose, rows = rows_of_all if whole else rows_to_begin, []
         for block in unique_blocks(blocks):
             failed = self.store.failures(block.signature, fingerprint)
-            known = [*self._in_range(block, fingerprint), *(p for p in failed if len(p) == len(block.grids))]
-            if points := tuple(choose(block.grids, known)):
-                found.append((block, points))
-        return found
+            done = [*self._in_range(block, fingerprint), *(p for p in failed if len(p) == len(block.grids))]
+            if points := tuple(choose(block.grids, done)):
+                rows.append((block, points))
+        return rows
 
     def _fill(
         self,
@@ -220,16 +220,16 @@ class LatencyTable:
             self.store.write(RUN_SIGNATURE, fingerprint, {(): BlockLatency(Measurement(ms, ms, ms, 1, True))})
 
     def _unknown(self, block: Block, points: Iterable[Point], fingerprint: Fingerprint) -> list[Point]:
-        known = self.store.measured(block.signature, fingerprint).keys()
+        measured = self.store.measured(block.signature, fingerprint).keys()
         failed = self.store.failures(block.signature, fingerprint).keys()
-        return [point for point in dict.fromkeys(points) if point not in known and point not in failed]
+        return [point for point in dict.fromkeys(points) if point not in measured and point not in failed]
 
     # ---- what rows say ------------------------------------------------------------------------------------------
 
     def run_overhead(self, fingerprint: Fingerprint) -> float:
         """Return what a run costs beside its blocks, in ms; 0 if that is not measured."""
-        found = self.store.measured(RUN_SIGNATURE, fingerprint).get(())
-        return 0.0 if found is None else found.hot.median_ms
+        latency = self.store.measured(RUN_SIGNATURE, fingerprint).get(())
+        return 0.0 if latency is None else latency.hot.median_ms
 
     def surfaces(
         self,
@@ -249,13 +249,13 @@ class LatencyTable:
         kinds: dict[tuple[str, int], list[tuple[str, Grids]]] = {}
         for key in unique:
             kinds.setdefault((kind_of(key[0]), len(key[1])), []).append(key)
-        found: list[dict[tuple[str, Grids], Surface]] = [{} for _ in cold_shares]
+        each: list[dict[tuple[str, Grids], Surface]] = [{} for _ in cold_shares]
         for alike in kinds.values():
             scales = choose_scales([(key[1], _weighed(rows[key], 0.0)) for key in alike])
-            for share, surfaces in zip(cold_shares, found, strict=True):
+            for share, surfaces in zip(cold_shares, each, strict=True):
                 surfaces.update({key: Surface(key[1], _weighed(rows[key], share), scales) for key in alike})
         return [
-            {own: surfaces[home.signature, home.grids] for own, home in homes.items()} for surfaces in found
+            {own: surfaces[home.signature, home.grids] for own, home in homes.items()} for surfaces in each
         ]
 
     def surface(self, block: Block, fingerprint: Fingerprint, cold_share: float | None = None) -> Surface:
@@ -267,13 +267,13 @@ class LatencyTable:
         self, blocks: Iterable[Block], fingerprint: Fingerprint
     ) -> list[tuple[Block, Point, BlockLatency]]:
         """Return the unsteady rows that these blocks' prices rest on, whoever measured them."""
-        found = {
+        rows = {
             (block.signature, point): (block, point, row)
             for block in unique_blocks(blocks)
             for point, row in sorted(self._in_range(block, fingerprint).items())
             if not row.stable
         }
-        return list(found.values())
+        return list(rows.values())
 
     def held_out_error(
         self, blocks: Iterable[Block], fingerprint: Fingerprint, cold_share: float | None = None
@@ -285,7 +285,7 @@ class LatencyTable:
         share = (self.cold_share if cold_share is None else cold_share) or 0.0
         unique = unique_blocks(blocks)
         (surfaces,) = self.surfaces(unique, fingerprint, share)
-        found = [
+        errors_of = [
             (
                 abs(ms / surface.rows[point] - 1),
                 surface.rows[point],
@@ -298,18 +298,18 @@ class LatencyTable:
             for point, ms in surface.left_out().items()
             if point not in begun
         ]
-        errors, measured, points, steady = zip(*found, strict=True) if found else ((), (), (), ())
+        errors, measured, points, steady = zip(*errors_of, strict=True) if errors_of else ((), (), (), ())
         return HeldOutError.of(
             np.array(errors), np.array(measured), tuple(points), np.array(steady, dtype=bool)
         )
 
     def _confirm(self, filling: Filling, blocks: Sequence[Block], fingerprint: Fingerprint) -> None:
         """Measure rows again that the others contradict: one at a time, as each changes what is known of the rest."""
-        known = [
+        measured = [
             block for block in blocks if not rows_to_begin(block.grids, self._in_range(block, fingerprint))
         ]
-        (surfaces,) = self.surfaces(known, fingerprint, 0.0)
-        for block in known:
+        (surfaces,) = self.surfaces(measured, fingerprint, 0.0)
+        for block in measured:
             surface = surfaces[block.signature, block.grids]
             while filling.confirm(block, surface.surprises()):
                 rows = _weighed(self._in_range(block, fingerprint), 0.0)
@@ -325,13 +325,13 @@ class LatencyTable:
         blocks = list(blocks)
         points: list[Point | None] = [None] * len(blocks) if asked is None else list(asked)
         wanted = {(block.signature, point) for block, point in zip(blocks, points, strict=True)}
-        found = [
+        times = [
             moment
             for signature in {signature for signature, _ in wanted}
             for point, moment in self.store.times(signature, fingerprint).items()
             if not wanted.isdisjoint({(signature, None), (signature, point)})
         ]
-        return max(found, default=0.0)
+        return max(times, default=0.0)
 
     def _rows_of(self, block: Block, fingerprint: Fingerprint, as_of: float) -> dict[Point, BlockLatency]:
         """Return the rows of a block; `TableError` if it lacks some of the first ones."""
@@ -347,8 +347,8 @@ class LatencyTable:
                 )
         others = [f.describe() for f in self.fingerprints() if f != fingerprint]
         hint = f" The table holds rows of: {'; '.join(others)}." if others else ""
-        if told := known_at([block], self.store, fingerprint):
-            hint = f" The table knows it at {told} only."
+        if elsewhere := known_at([block], self.store, fingerprint):
+            hint = f" The table knows it at {elsewhere} only."
         raise TableError(
             f"block {block.name!r} is not measured at widths {missing[0]} in {self.path} on "
             f"{fingerprint.describe()}; call measure first.{hint}"

@@ -134,7 +134,7 @@ def read_answers(folder: Path) -> Answers:
     """Read a folder that the worker has processed; `TableError` names the answer that cannot be read."""
     requests = _requests(folder)
     rows, unanswered = list[TableRow](), 0
-    found: dict[str, dict[str, Any]] = {}
+    answers: dict[str, dict[str, Any]] = {}
     fingerprint: Fingerprint | None = None
     for job in requests["jobs"]:
         file = _answer(folder, job["id"])
@@ -161,8 +161,8 @@ def read_answers(folder: Path) -> Answers:
         if fingerprint is not None and here != fingerprint:
             raise TableError(f"{file} is of {here.describe()}, others of {fingerprint.describe()}: not mixed")
         fingerprint = here
-        found[job["id"]] = answer
-    rows += _run_row(found, fingerprint)
+        answers[job["id"]] = answer
+    rows += _run_row(answers, fingerprint)
     return Answers(tuple(rows), unanswered, fingerprint)
 
 
@@ -184,21 +184,21 @@ def _fingerprint(about: Any, options: BuildOptions) -> Fingerprint:
 def _measured(measured: Any) -> Measurement:
     """Return the measurement in an answer; `ValueError` if it is not one."""
     stable = measured["stable"]
-    given = (*(measured[name] for name in ("median_ms", "q1_ms", "q3_ms", "repeats")), int(stable is True))
-    found = values.measurement(given, "hot")
-    if found is None or not isinstance(stable, bool) or found.median_ms <= 0:
+    fields = (*(measured[name] for name in ("median_ms", "q1_ms", "q3_ms", "repeats")), int(stable is True))
+    measurement = values.measurement(fields, "hot")
+    if measurement is None or not isinstance(stable, bool) or measurement.median_ms <= 0:
         raise ValueError(f"{brief(measured)} is no measurement")
-    return found
+    return measurement
 
 
-def _run_row(found: dict[str, dict[str, Any]], fingerprint: Fingerprint | None) -> list[TableRow]:
-    sides = [found.get(number, {}).get("measured") for number in (_ALONE, _ROW)]
+def _run_row(answers: dict[str, dict[str, Any]], fingerprint: Fingerprint | None) -> list[TableRow]:
+    sides = [answers.get(number, {}).get("measured") for number in (_ALONE, _ROW)]
     if fingerprint is None or sides[0] is None or sides[1] is None:
         return []
     ms = max(sides[0]["median_ms"] - sides[1]["median_ms"], 0.0)
     latency = BlockLatency(measurement({**sides[0], "median_ms": ms, "q1_ms": ms, "q3_ms": ms}))
     return [
-        TableRow("one run", RUN_SIGNATURE, (), fingerprint, latency, None, float(found[_ALONE]["finished"]))
+        TableRow("one run", RUN_SIGNATURE, (), fingerprint, latency, None, float(answers[_ALONE]["finished"]))
     ]
 
 

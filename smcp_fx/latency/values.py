@@ -23,39 +23,39 @@ _MOST_WIDTHS, _LONGEST_NAME = 8, 500
 _LEAST_MS, _LONGEST_MS = -1000.0, 86_400_000.0
 
 
-def text(value: Any, what: str, most: int = 1_000_000) -> str:
+def text(value: Any, name: str, most: int = 1_000_000) -> str:
     """Return a text that can be written and printed."""
     if not isinstance(value, str) or len(value) > most:
         raise ValueError(
-            f"{what} is {brief(value)}, no text" + f" of at most {most} letters" * isinstance(value, str)
+            f"{name} is {brief(value)}, no text" + f" of at most {most} letters" * isinstance(value, str)
         )
     try:
         value.encode()
     except UnicodeEncodeError:
-        raise ValueError(f"{what} is {brief(value)}: broken characters") from None
+        raise ValueError(f"{name} is {brief(value)}: broken characters") from None
     if "\0" in value:
-        raise ValueError(f"{what} is {brief(value)}: it holds a null character")
+        raise ValueError(f"{name} is {brief(value)}: it holds a null character")
     return value
 
 
-def whole(value: Any, what: str, least: int = 1, most: int = _MOST) -> int:
+def whole(value: Any, name: str, least: int = 1, most: int = _MOST) -> int:
     """Return a whole number from ``least`` to ``most``."""
     if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
-        raise ValueError(f"{what} is {brief(value)}, no whole number from {least} to {most}")
+        raise ValueError(f"{name} is {brief(value)}, no whole number from {least} to {most}")
     return value
 
 
-def milliseconds(value: Any, what: str, least: float = 0.0) -> float:
+def milliseconds(value: Any, name: str, least: float = 0.0) -> float:
     """Return a latency in ms; 0 is one that was too short for its clock."""
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not least <= value <= _LONGEST_MS:
-        raise ValueError(f"{what} is {brief(value)}; a latency is a positive number of ms")
+        raise ValueError(f"{name} is {brief(value)}; a latency is a positive number of ms")
     return float(value)
 
 
-def moment(value: Any, what: str) -> float:
+def moment(value: Any, name: str) -> float:
     """Return seconds since 1970."""
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value <= _LAST_SECOND:
-        raise ValueError(f"{what} is {brief(value)}, no time in seconds since 1970")
+        raise ValueError(f"{name} is {brief(value)}, no time in seconds since 1970")
     return float(value)
 
 
@@ -68,10 +68,10 @@ def widths(value: Any) -> tuple[int, ...]:
 
 def widths_of_text(value: Any) -> tuple[int, ...]:
     """Return a block's widths from JSON, written as a table has them."""
-    found = widths(parse_json(text(value, "the widths")))
-    if value != json.dumps(found):
-        raise ValueError(f"the widths are {brief(value)}, not written as {json.dumps(found)}")
-    return found
+    read = widths(parse_json(text(value, "the widths")))
+    if value != json.dumps(read):
+        raise ValueError(f"the widths are {brief(value)}, not written as {json.dumps(read)}")
+    return read
 
 
 def as_many(point: tuple[int, ...], dimensions: int) -> None:
@@ -83,15 +83,15 @@ def as_many(point: tuple[int, ...], dimensions: int) -> None:
 def fingerprint(value: Any) -> Fingerprint:
     """Return a fingerprint from its fields."""
     try:
-        found = Fingerprint.from_dict(value)
+        read = Fingerprint.from_dict(value)
     except TableError as error:
         raise ValueError(str(error)) from error
     for name in ("backend", "device", "runtime", "version", "precision"):
-        text(getattr(found, name), f"the fingerprint's {name}", _LONGEST_NAME)
-    whole(found.threads, "the fingerprint's threads")
-    for setting in found.settings:
+        text(getattr(read, name), f"the fingerprint's {name}", _LONGEST_NAME)
+    whole(read.threads, "the fingerprint's threads")
+    for setting in read.settings:
         text(" ".join(setting), "the fingerprint's settings", _LONGEST_NAME)
-    return found
+    return read
 
 
 def measurement(values: Sequence[Any], state: str) -> Measurement | None:

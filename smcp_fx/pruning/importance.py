@@ -132,22 +132,22 @@ class TaylorImportance:
         for index, layer in enumerate(self.layers):
             if index not in sums:
                 sums[index] = torch.zeros(layer.in_labels.numel(), device=keep.device)
-        found = [sums[index].float() for index in range(len(self.layers))]
-        return torch.cat([*found, *of_masks[len(frozen) :]])
+        of_weights = [sums[index].float() for index in range(len(self.layers))]
+        return torch.cat([*of_weights, *of_masks[len(frozen) :]])
 
 
 def _gathered_by(masks: list[Tensor], others: list[list[int]]) -> list[Tensor]:
     """What masks have gathered since the last step, over ``others``' dimensions, flat: the mean over all ranks."""
     if not masks:
         return []
-    found = []
+    parts = []
     for mask, dims in zip(masks, others, strict=True):
         gradient = torch.zeros_like(mask) if mask.grad is None else mask.grad
-        found.append((gradient.sum(dims, dtype=_wide(gradient)) if dims else gradient).flatten().float())
+        parts.append((gradient.sum(dims, dtype=_wide(gradient)) if dims else gradient).flatten().float())
         mask.grad = None
     # These gradients are none that DistributedDataParallel averages.
-    together = ranks.mean_over_ranks(torch.cat(found))
-    return list(torch.split(together, [part.numel() for part in found]))
+    together = ranks.mean_over_ranks(torch.cat(parts))
+    return list(torch.split(together, [part.numel() for part in parts]))
 
 
 def _real(tensor: Tensor | None) -> Tensor:

@@ -149,8 +149,8 @@ class LoopWatch:
         ):
             self._attach(learning)
         else:
-            known = self._gradient()
-            same = known is not None and any(one.grad is known for one in learning)
+            gradient = self._gradient()
+            same = gradient is not None and any(one.grad is gradient for one in learning)
             if self._ran and same and not self._fresh:
                 raise TrainingError(
                     "prepared.pruner.step() was called without a backward pass since its last call: it would count "

@@ -306,7 +306,7 @@ class Pruner:
         state = self._state
         importance = ranks.broadcast(self._scores())
         before = state.keep.clone()
-        found = agree(state.keep, importance, lambda: self._choose(importance, target, step))
+        result = agree(state.keep, importance, lambda: self._choose(importance, target, step))
         if self.cost.source is not None:  # rank 0 alone has learnt
             self.cost.source.price_as_of(float(ranks.broadcast(state.as_of)))
         state.refresh()
@@ -319,9 +319,9 @@ class Pruner:
         record = Solve(
             step=step,
             target=target,
-            cost=found["cost"],
-            importance_kept=found["importance"] / total,
-            bound=min(found["bound"] / total, 1.0),
+            cost=result["cost"],
+            importance_kept=result["importance"] / total,
+            bound=min(result["bound"] / total, 1.0),
             changed={name: int(state.of_group(changed, name).sum()) for name in self.cost.permitted},
             returned=int((state.keep & ~before).sum()),
             units=state.keep.numel(),

@@ -89,13 +89,13 @@ def digest(tensors: Iterable[Tensor]) -> str:
     return hasher.hexdigest()[:16]
 
 
-def check_same(code: str, what: str, device: torch.device) -> None:
-    """Raise `TrainingError` on every rank unless all have the same ``code``, a digest of ``what``."""
-    every = [found.decode() for found in gather_bytes(code.encode(), device)]
+def check_same(code: str, content: str, device: torch.device) -> None:
+    """Raise `TrainingError` on every rank unless all have the same ``code``, a digest of ``content``."""
+    every = [one.decode() for one in gather_bytes(code.encode(), device)]
     if len(set(every)) > 1:
-        listed = ", ".join(f"rank {index}: {found}" for index, found in enumerate(every))
+        listed = ", ".join(f"rank {index}: {one}" for index, one in enumerate(every))
         raise TrainingError(
-            f"the ranks hold different {what} ({listed}). All ranks must prepare the same model in the same way, "
+            f"the ranks hold different {content} ({listed}). All ranks must prepare the same model in the same way, "
             "load the same checkpoint, and call prepared.pruner.step() equally often."
         )
 

@@ -30,7 +30,7 @@ def choose_at_price(
     ``whole``: the cost, first priced at the present ``counts``; ``select``: chooses by a price; ``learn``: as
     `NetworkCost.learn`; ``moving``: the target still falls. Raises `InfeasibleBudgetError`.
     """
-    cost, found = whole.at(counts), list[Choice]()
+    cost, choices = whole.at(counts), list[Choice]()
     for _ in range(_PRICINGS):
         try:
             choice = select(cost)
@@ -38,21 +38,21 @@ def choose_at_price(
             if learn(cost.smallest_counts, LASTING):  # guesses may put it out of reach
                 cost = whole.at(cost.smallest_counts)
                 continue
-            if found:
+            if choices:
                 break
             raise
         counts = choice.allocation.counts
         guessed = whole.at(counts)
         learned = learn(counts, _PASSING if moving else LASTING)
         cost = whole.at(counts) if learned else guessed
-        found.append(_at_price(choice, cost))
-        price = found[-1].allocation.cost
+        choices.append(_at_price(choice, cost))
+        price = choices[-1].allocation.cost
         settled = moving or not learned or abs(price / guessed.cost(counts) - 1) <= _MOVED
         if cost is whole or (settled and -MISS <= price / target - 1 <= OVER):
-            return found[-1]
+            return choices[-1]
     # None is close enough: take the dearest within the target, or else the one that exceeds it least.
-    found = [_at_price(choice, whole.at(choice.allocation.counts)) for choice in found]
-    return min(found, key=lambda c: (c.allocation.cost > target, abs(c.allocation.cost - target)))
+    choices = [_at_price(choice, whole.at(choice.allocation.counts)) for choice in choices]
+    return min(choices, key=lambda c: (c.allocation.cost > target, abs(c.allocation.cost - target)))
 
 
 def _at_price(choice: Choice, cost: NetworkCost) -> Choice:

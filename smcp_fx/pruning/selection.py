@@ -93,7 +93,7 @@ class Selector:
         if present is not None and self._fits(present, best, slack, target):
             return _bounded(present, best)
         names = list(cost.permitted)
-        values = {name: _array(self.state.of_group(scores, name)) for name in names}
+        values = {name: self.state.of_group(scores, name).double().cpu().numpy() for name in names}
         kept = {name: self.state.of_group(self.state.keep, name).cpu().numpy() for name in names}
         least = min(best.allocation.cost, (1 - _UNSPENT) * target)
         together = () if self.branches is None else self.branches.sets()
@@ -162,17 +162,17 @@ class Selector:
             total = torch.cat([torch.zeros(1, dtype=torch.float64), torch.cumsum(ordered.double().cpu(), 0)])
             values[name] = worth.of(name, total[torch.tensor(permitted)].numpy())
         allowed = all(present[name] in permitted for name, permitted in cost.permitted.items())
-        found = allocate(
+        allocation = allocate(
             values, cost, target, self.config.allocation, current=present, start=present if allowed else None
         )
         if self.branches is not None:
-            counts = self.branches.closed(found.counts)
-            if counts != found.counts:
-                found = dataclasses.replace(found, counts=counts, cost=cost.cost(counts))
+            counts = self.branches.closed(allocation.counts)
+            if counts != allocation.counts:
+                allocation = dataclasses.replace(allocation, counts=counts, cost=cost.cost(counts))
         keep = torch.zeros_like(state.keep)
-        for name, count in found.counts.items():
+        for name, count in allocation.counts.items():
             state.of_group(keep, name)[ranked[name][:count]] = True
-        return Choice(keep, found, worth.of_units(scores, keep, state))
+        return Choice(keep, allocation, worth.of_units(scores, keep, state))
 
     def _coupled(self, cost: NetworkCost) -> NetworkCost:
         """Return the cost with the counts that limits allow, and prices for units useless at the others' counts.
@@ -228,7 +228,3 @@ def _bounded(choice: Choice, best: Choice) -> Choice:
     """Return the choice with the bound proved for the best one."""
     allocation = dataclasses.replace(choice.allocation, bound=best.allocation.bound)
     return dataclasses.replace(choice, allocation=allocation)
-
-
-def _array(vector: Tensor) -> NDArray[np.float64]:
-    return vector.double().cpu().numpy()

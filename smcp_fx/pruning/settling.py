@@ -68,12 +68,12 @@ class Settling:
     def fewest(self, starts: list[Mapping[str, int]], floor: float) -> Move | None:
         """Return the move of fewest changes found from the starts; None if none reaches the floor."""
         self._left = _EVALUATIONS
-        found: Move | None = None
+        best: Move | None = None
         for start in starts:
             move = self._descend(dict(start), floor)
-            if move is not None and (found is None or move.changes < found.changes):
-                found = move
-        return found
+            if move is not None and (best is None or move.changes < best.changes):
+                best = move
+        return best
 
     def swaps(self, name: str, count: int, wanted: int) -> int:
         """Return as many swaps as wanted, but no more than gain at this count of the group."""

@@ -47,7 +47,7 @@ class Solve:
 
     def metrics(self) -> dict[str, float]:
         """The numbers by name, for a logger: "cost", "changed/layer1.0.conv1", "scale/bn1" and so on."""
-        found = {
+        values = {
             "target": self.target,
             "cost": self.cost,
             "importance_kept": self.importance_kept,
@@ -59,10 +59,10 @@ class Solve:
             "seconds": self.seconds,
         }
         if self.gradient_norm is not None:
-            found["gradient_norm"] = self.gradient_norm
-        found |= {f"changed/{name}": float(count) for name, count in self.changed.items()}
-        found |= {f"scale/{name}": scale for name, scale in self.scales.items()}
-        return found
+            values["gradient_norm"] = self.gradient_norm
+        values |= {f"changed/{name}": float(count) for name, count in self.changed.items()}
+        values |= {f"scale/{name}": scale for name, scale in self.scales.items()}
+        return values
 
 
 def table_of(solves: Iterable[Solve], unit: str) -> str:

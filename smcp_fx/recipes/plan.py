@@ -48,15 +48,15 @@ def expected(prepared: PreparedModel, targets: list[float]) -> list[Expected]:
         kept = np.asarray(permitted, dtype=np.float64)
         values[name] = kept - kept**2 / (2 * permitted[-1])
     units = sum(counts[-1] for counts in cost.permitted.values())
-    found = []
+    steps = []
     for target in targets:
         try:
             counts = allocate(values, cost, target).counts
         except InfeasibleBudgetError:
             continue
         share = sum(counts.values()) / units
-        found.append(Expected(target, share, flops.cost(counts), cost.cost(counts)))
-    return found
+        steps.append(Expected(target, share, flops.cost(counts), cost.cost(counts)))
+    return steps
 
 
 def phase(timeline: Timeline, step: int) -> str:
@@ -82,9 +82,9 @@ def listed_epochs(timeline: Timeline) -> Iterator[int]:
     return (epoch for epoch in range(epochs) if epoch % stride == 0 or epoch in begins)
 
 
-def _say(console: Console, what: RenderableType) -> None:
+def _say(console: Console, content: RenderableType) -> None:
     """Print names as they are, not as markup."""
-    console.print(what, markup=False)
+    console.print(content, markup=False)
 
 
 def print_dense_plan(timeline: Timeline, console: Console) -> None:
@@ -174,11 +174,11 @@ def _print_forecast(prepared: PreparedModel, timeline: Timeline, console: Consol
     steps = np.linspace(schedule.first_step, schedule.ramp_end, _EXPECTED)
     ways = list(dict.fromkeys(schedule.target(round(step), full, pruner.target) for step in steps))
     latency = unit == "ms"
-    found = expected(prepared, ways)
-    if not found or found[-1].target != ways[-1]:
+    rows = expected(prepared, ways)
+    if not rows or rows[-1].target != ways[-1]:
         pruner.check_target()  # says what is out of reach
     forecast = _table("target", "channels kept", "FLOPs", *(["latency"] if latency else []))
-    for line in found:
+    for line in rows:
         forecast.add_row(
             percent(line.target / full), percent(line.share), count(line.flops),
             *([_cost(line.cost, unit)] if latency else []),

@@ -61,17 +61,17 @@ def _runtime(settings: RunSettings) -> Backend:
 
 def _foreign(table: LatencyTable, runtime: Backend, key: str | None) -> Fingerprint | None:
     """The fingerprint of the rows to take as they are; None for this device's and runtime's."""
-    known = table.fingerprints()
+    prints = table.fingerprints()
     here = runtime.fingerprint()
     if key is None:
-        if not known or here in known:
+        if not prints or here in prints:
             return None
-        matching = known
+        matching = prints
     else:
-        matching = [found for found in known if found.key().startswith(key)]
+        matching = [one for one in prints if one.key().startswith(key)]
     if len(matching) == 1:
         return None if matching[0] == here else matching[0]
-    listed = "; ".join(f"{found.key()}: {found.backend}, {found.describe()}" for found in known)
+    listed = "; ".join(f"{one.key()}: {one.backend}, {one.describe()}" for one in prints)
     raise TableError(
         f"{table.path} holds no rows of {here.describe()}"
         + (f" and none under --fingerprint {key}" if key else "")

@@ -209,14 +209,14 @@ def _override(values: dict[str, Any], text: str) -> None:
 def _built(kind: Any, values: Mapping[str, Any], where: str, prefix: str) -> Any:
     """Return a dataclass made from a table, every field checked."""
     hints = typing.get_type_hints(kind)
-    known = {entry.name: entry for entry in fields(kind)}
+    entries = {entry.name: entry for entry in fields(kind)}
     for key in values:
-        if key not in known:
-            near = difflib.get_close_matches(key, known, 1)
-            advice = f"did you mean {prefix}{near[0]}?" if near else f"it may have {', '.join(known)}"
+        if key not in entries:
+            near = difflib.get_close_matches(key, entries, 1)
+            advice = f"did you mean {prefix}{near[0]}?" if near else f"it may have {', '.join(entries)}"
             raise InputError(f"{where} has no field {prefix}{key[:80]}; {advice}")
     arguments = {}
-    for name, entry in known.items():
+    for name, entry in entries.items():
         if name in values:
             arguments[name] = _typed(values[name], hints[name], where, prefix + name)
         elif entry.default is MISSING and entry.default_factory is MISSING:

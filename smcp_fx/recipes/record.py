@@ -72,12 +72,12 @@ def read_records(folder: Path) -> list[Record]:
 
     Raises `InputError` for a record that is damaged or of another version.
     """
-    found = []
+    records = []
     for path in sorted(folder.glob("*.json")):
         content = read_json(path, InputError, "move it away, or run the recipe again")
         if isinstance(content, Mapping) and content.get("format") == FORMAT:
-            found.append(_record(dict(content), path))
-    return found
+            records.append(_record(dict(content), path))
+    return records
 
 
 def _record(content: dict[str, Any], path: Path) -> Record:
@@ -95,12 +95,12 @@ def _record(content: dict[str, Any], path: Path) -> Record:
 
 def figures_of(path: Path) -> dict[str, float]:
     """Return the figures by name that a JSON file holds; `InputError` where it holds something else."""
-    found = read_json(path, InputError, "delete it and go on without it")
+    figures = read_json(path, InputError, "delete it and go on without it")
     try:
-        _numbers([found])
+        _numbers([figures])
     except ValueError as error:
         raise InputError(f"{path} is damaged: {error}; delete it and go on without it") from error
-    return dict(found)
+    return dict(figures)
 
 
 def _typed(record: Record) -> None:
@@ -117,8 +117,8 @@ def _typed(record: Record) -> None:
             value = getattr(record, name)
             if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
                 raise ValueError(f"{name} is {brief(value)}")
-    told = [record.row, record.cost, record.weights, record.device, *record.environment.values()]
-    if not all(isinstance(name, str) and len(name) <= _LONGEST_NAME for name in told):
+    words = [record.row, record.cost, record.weights, record.device, *record.environment.values()]
+    if not all(isinstance(name, str) and len(name) <= _LONGEST_NAME for name in words):
         raise ValueError(f"names are texts of at most {_LONGEST_NAME} letters")
 
 

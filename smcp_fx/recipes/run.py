@@ -279,8 +279,8 @@ class _Training:
                 )
                 for name, (network, _) in networks.items()
             ]
-            found = measure_interleaved(engines)
-        for (_, figures), one in zip(networks.values(), found, strict=True):
+            latencies = measure_interleaved(engines)
+        for (_, figures), one in zip(networks.values(), latencies, strict=True):
             figures["latency_ms"] = one.median_ms
             figures["fps"] = 1000 * batch / one.median_ms
 
@@ -336,11 +336,11 @@ class _Training:
             self._say(f"FLOPs        {percent(values['flops'] / dense['flops'])} of the unpruned network's")
         if "predicted_ms" in values:
             share = values["predicted_ms"] / dense["predicted_ms"]
-            told = f"{milliseconds(values['predicted_ms'])} by the table, {percent(share)} of the unpruned network's"
+            text = f"{milliseconds(values['predicted_ms'])} by the table, {percent(share)} of the unpruned network's"
             if "latency_ms" in values:
                 share = values["latency_ms"] / dense["latency_ms"]
-                told += f"; measured {milliseconds(values['latency_ms'])}, {percent(share)}"
-            self._say(f"Latency      {told}")
+                text += f"; measured {milliseconds(values['latency_ms'])}, {percent(share)}"
+            self._say(f"Latency      {text}")
         written = sorted(path.name for path in folder.iterdir() if path.name != _LOCK)
         self._say(f"Files in {folder}: {', '.join(written)}")
 

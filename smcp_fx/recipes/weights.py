@@ -12,15 +12,15 @@ from smcp_fx.zoo.ssd import SSDResNet50
 from smcp_fx.zoo.weights import load_weights, read_weights
 
 
-def starting_network(recipe: Recipe, classes: int, given: str | None, dense: bool) -> nn.Module:
+def starting_network(recipe: Recipe, classes: int, file: str | None, dense: bool) -> nn.Module:
     """Build a recipe's network with the weights it starts from.
 
-    ``given``: a file, or "none" for random weights; None for the recipe's own. ``dense``: train the unpruned network.
+    ``file``: a file, or "none" for random weights; None for the recipe's own. ``dense``: train the unpruned network.
     Raises `InputError` where a file must be given or torchvision's weights cannot be had, `CheckpointError` where
     weights do not fit.
     """
-    check_given(recipe, given, dense)
-    source = given or (recipe.dense_weights if dense else recipe.weights)
+    check_given(recipe, file, dense)
+    source = file or (recipe.dense_weights if dense else recipe.weights)
     network = build_model(recipe.network, num_classes=classes)
     if source.startswith("torchvision:"):
         _load_torchvision(network, recipe, source.partition(":")[2])
@@ -29,9 +29,9 @@ def starting_network(recipe: Recipe, classes: int, given: str | None, dense: boo
     return network
 
 
-def check_given(recipe: Recipe, given: str | None, dense: bool) -> None:
+def check_given(recipe: Recipe, file: str | None, dense: bool) -> None:
     """Raise `InputError` where a recipe needs a file of weights and none is given."""
-    if given is None and not dense and recipe.weights == "file":
+    if file is None and not dense and recipe.weights == "file":
         raise InputError(
             f"recipe {recipe.name} starts from weights that must be given: --weights FILE ({recipe.weights_note}). "
             "--weights none starts from random ones, for a trial"

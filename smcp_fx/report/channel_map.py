@@ -74,21 +74,21 @@ def levels(layers: Sequence[Mapping[str, Any]], groups: Sequence[Mapping[str, An
         paths += [path for path in (*group["producers"], *group["consumers"]) if path not in paths]
     uses = _uses(layers, groups)
     pinned = [bool(group.get("pinned")) for group in groups]
-    found: list[MapLevel] = []
+    shown: list[MapLevel] = []
     deepest = max((path.count(".") + 1 for path in paths), default=1)
     for depth in range(1, deepest + 1):
         level = _level(depth, paths, uses, pinned, every=depth == deepest)
         if depth == deepest:
-            coarser = [other for other in found if len(other.rows) < len(level.rows)]
+            coarser = [other for other in shown if len(other.rows) < len(level.rows)]
             return [*coarser[: MOST_LEVELS - 1], level]
-        if len(level.rows) > (len(found[-1].rows) if found else 2):
-            found.append(level)
-    return found
+        if len(level.rows) > (len(shown[-1].rows) if shown else 2):
+            shown.append(level)
+    return shown
 
 
-def first_shown(found: Sequence[MapLevel]) -> int:
+def first_shown(maps: Sequence[MapLevel]) -> int:
     """Return the index of the deepest level that is still easy to read."""
-    fits = [index for index, level in enumerate(found) if len(level.rows) <= READABLE_ROWS]
+    fits = [index for index, level in enumerate(maps) if len(level.rows) <= READABLE_ROWS]
     return max(fits, default=0)
 
 
@@ -159,9 +159,9 @@ def _marks(by_path: Mapping[str, str], row_of: Mapping[str, int]) -> dict[int, s
     if seen and not any("write" in marks for marks in seen.values()):
         seen[0] = {"write"}
     marks = {}
-    for row, found in sorted(seen.items()):
-        found = found - {"carry"} or found
-        marks[row] = "both" if len(found) > 1 else next(iter(found))
+    for row, sides in sorted(seen.items()):
+        sides = sides - {"carry"} or sides
+        marks[row] = "both" if len(sides) > 1 else next(iter(sides))
     return marks
 
 

@@ -19,13 +19,13 @@ _Group = Mapping[str, Any]
 
 def lay_out(groups: Sequence[_Group], layers: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
     """Return what the template draws: the layouts, and what the script tells; None for a network without groups."""
-    found = levels(layers, groups)
-    if not found:
+    maps = levels(layers, groups)
+    if not maps:
         return None
-    shown = first_shown(found)
+    shown = first_shown(maps)
     drawn = []
-    for index, level in enumerate(found):
-        every = index == len(found) - 1
+    for index, level in enumerate(maps):
+        every = index == len(maps) - 1
         size = sum(bool(row.layers) for row in level.rows)
         name = f"Every layer ({size})" if every else f"Depth {level.depth} ({size} modules)"
         label = f"Channel graph: {len(groups)} groups of channels over {len(level.rows)} rows of layers"
@@ -40,13 +40,13 @@ def _data(groups: Sequence[_Group], layers: Sequence[Mapping[str, Any]]) -> Mark
     """Return what the script tells of each group and layer: {"groups": [...], "layers": {path: {...}}}."""
     of_group = ("name", "size", "kept", "producers", "consumers", "pinned", "limits", "permitted", "channels")
     of_layer = ("kind", "weight_shape", "in_shape", "out_shape", "groups")
-    told = {
+    data = {
         "groups": [{key: group[key] for key in of_group if key in group} for group in groups],
         "layers": {
             str(layer["path"]): {key: layer[key] for key in of_layer if key in layer} for layer in layers
         },
     }
-    return Markup(json.dumps(told, ensure_ascii=False).replace("<", "\\u003c"))  # no "</script>" from a name
+    return Markup(json.dumps(data, ensure_ascii=False).replace("<", "\\u003c"))  # no "</script>" from a name
 
 
 def _level(level: MapLevel, groups: Sequence[_Group], expandable: bool) -> dict[str, Any]:

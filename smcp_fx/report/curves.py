@@ -94,16 +94,16 @@ def target_curve(report: Report, wide: float = 560.0) -> Markup | None:
     dense = report.dense.accuracy
     if not report.targets or dense is None:
         return None
-    found = [(100.0, 100 * dense, "dense")]
+    points = [(100.0, 100 * dense, "dense")]
     for point in report.targets:
         if point.measured is not None and point.accuracy is not None:
             words = f"target {percent(point.target, trim=True)}, {milliseconds(point.latency_ms)}"
-            found.append((100 * point.measured, 100 * point.accuracy, words))
-    low, right = min(accuracy for _, accuracy, _ in found), max(share for share, _, _ in found)
+            points.append((100 * point.measured, 100 * point.accuracy, words))
+    low, right = min(accuracy for _, accuracy, _ in points), max(share for share, _, _ in points)
     panel = Panel(52, 30, wide - 72, 240, (0, right), (max(0.0, 10 * (low // 10) - 5), 100))
     body = [*panel.y_axis(f"{measure_word(report)}, %"), *panel.x_axis("measured latency, % of dense")]
-    body.append(panel.curve(sorted((share, accuracy) for share, accuracy, _ in found)))
-    for share, accuracy, words in found:
+    body.append(panel.curve(sorted((share, accuracy) for share, accuracy, _ in points)))
+    for share, accuracy, words in points:
         tip = f"{words}: {percent(accuracy / 100)} at {percent(share / 100)} of the dense latency"
         body.append(panel.point(share, accuracy, tip))
     label = f"{measure_word(report)} over measured latency at {len(report.targets)} targets"
@@ -127,8 +127,8 @@ def validation_scatter(validation: Sequence[EngineRow]) -> Markup | None:
         100 * (measured - predicted) / predicted if predicted else None for _, predicted, measured in pairs
     ]
     for (name, predicted, measured), off in zip(pairs, apart, strict=True):
-        told = "no prediction" if off is None else f"{off:+.1f}%"
-        tip = f"{name}: predicted {milliseconds(predicted)}, measured {milliseconds(measured)} ({told})"
+        error = "no prediction" if off is None else f"{off:+.1f}%"
+        tip = f"{name}: predicted {milliseconds(predicted)}, measured {milliseconds(measured)} ({error})"
         body.append(panel.point(predicted, measured, tip, 5.0))
     body += _point_names(pairs, panel)
     worst = max((abs(off) / 100 for off in apart if off is not None), default=None)

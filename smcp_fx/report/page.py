@@ -26,7 +26,7 @@ from smcp_fx.report.worth_curves import PANELS, worth_curves
 
 def render_page(report: Report) -> str:
     """Return the whole page of a report (plain JSON values) as HTML text."""
-    found = report.calibration or CalibrationFacts()
+    facts = report.calibration or CalibrationFacts()
     surfaces = [(block, drawing) for block in report.surfaces if (drawing := heat_map(block)) is not None]
     table = report.table or TableFacts()
     return render(
@@ -43,8 +43,8 @@ def render_page(report: Report) -> str:
         drawn={
             "latency": fitting(lambda wide: latency_bars(report, wide)),
             "targets": fitting(lambda wide: target_curve(report, wide), 560.0),
-            "repair": fitting(lambda wide: repair_bars(found.layers, wide), 560.0),
-            "worth": fitting(lambda wide: worth_curves(found.worth, wide)),
+            "repair": fitting(lambda wide: repair_bars(facts.layers, wide), 560.0),
+            "worth": fitting(lambda wide: worth_curves(facts.worth, wide)),
             "layers": fitting(lambda wide: channel_bars(report.layers, wide)),
             "solves": solve_curves(report),
             "training": training_curves(report.training),
@@ -56,7 +56,7 @@ def render_page(report: Report) -> str:
         unsteady=unsteady_line(report),
         target_head=target_head(report),
         target_rows=target_rows(report),
-        repair_words=repair_words(report, found),
+        repair_words=repair_words(report, facts),
         panels=PANELS,
         least_kept=_least_kept(report.solves),
         validation=validation_pairs(report.validation),

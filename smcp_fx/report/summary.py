@@ -61,8 +61,8 @@ def headline(report: Report) -> str:
     )
     predicted = percent(report.predicted_fraction)
     if cost_word(report) != "latency":
-        what = f"keeps {predicted} of its {cost_word(report)} ({asked})"
-        sentence = f"{what} and {runs}" if runs else what
+        saving = f"keeps {predicted} of its {cost_word(report)} ({asked})"
+        sentence = f"{saving} and {runs}" if runs else saving
     elif runs:
         sentence = f"{runs}: {percent(report.measured_fraction)} of the dense latency ({asked})"
     elif predicted == MISSING:

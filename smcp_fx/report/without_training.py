@@ -51,15 +51,15 @@ def target_table(report: Report) -> Table | None:
     return table
 
 
-def repair_words(report: Report, found: CalibrationFacts) -> str:
+def repair_words(report: Report, facts: CalibrationFacts) -> str:
     """Return the three accuracies and the number of repaired layers in words."""
-    accuracies = [percent(value) for value in (found.dense, found.sliced, found.repaired)]
+    accuracies = [percent(value) for value in (facts.dense, facts.sliced, facts.repaired)]
     stages = "dense {}, sliced {}, repaired {}".format(*accuracies)
-    done, labels = sum(layer.repaired for layer in found.layers), "with" if found.labels else "without"
-    told_by = "their labels" if found.labels else "labels drawn by its own predictions"
+    done, labels = sum(layer.repaired for layer in facts.layers), "with" if facts.labels else "without"
+    told_by = "their labels" if facts.labels else "labels drawn by its own predictions"
     return (
-        f"{measure_word(report).capitalize()}: {stages}. {done} of {len(found.layers)} layers were fitted to what "
-        f"the dense network computes on {found.images} images {labels} labels, and {found.norms} batch norms "
+        f"{measure_word(report).capitalize()}: {stages}. {done} of {len(facts.layers)} layers were fitted to what "
+        f"the dense network computes on {facts.images} images {labels} labels, and {facts.norms} batch norms "
         "set. A layer that did not improve on held-out images stays as it was. Not drawn: layers with errors below "
         f"{100 * SEEN:g}% of the outputs' spread. What channels are worth: the output is taken for class "
         f"scores, and the loss is the cross entropy of {told_by}."

@@ -39,11 +39,11 @@ def _kind(node: fx.Node, function: str, root: nn.Module, kinds: dict[fx.Node, st
     if node.op == "get_attr":
         return "tensor" if isinstance(_value(root, str(node.target)), Tensor) else "plain"
     first = node.args[0] if node.args else None
-    given = kinds[first] if isinstance(first, fx.Node) else "plain"
+    kind = kinds[first] if isinstance(first, fx.Node) else "plain"
     if node.op == "call_method":
-        return _method(node, given)
+        return _method(node, kind)
     if function == "builtins.getattr":
-        return _attribute(node, given)
+        return _attribute(node, kind)
     if function == "smcp_fx.tracing.modes.by_mode":
         sides = [_of(side, kinds) for side in node.args[1:] if side is not None]
         return sides[0] if len(set(sides)) == 1 else "plain"
@@ -51,32 +51,32 @@ def _kind(node: fx.Node, function: str, root: nn.Module, kinds: dict[fx.Node, st
         return "range"
     space, _, name = function.rpartition(".")
     if space == "operator":
-        return _operator(node, name, given, kinds)
+        return _operator(node, name, kind, kinds)
     if space == "math":
         return "plain"
     if node.op == "call_function" and space.startswith("torch") and not space.startswith("torchvision"):
         return "tensor"
     # Modules and leaf functions may return their argument (`nn.Identity`).
-    return "tensor" if given in _OF_TENSORS else "plain"
+    return "tensor" if kind in _OF_TENSORS else "plain"
 
 
 def _of(value: Any, kinds: dict[fx.Node, str]) -> str:
     return kinds[value] if isinstance(value, fx.Node) else "plain"
 
 
-def _method(node: fx.Node, given: str) -> str:
+def _method(node: fx.Node, kind: str) -> str:
     name = str(node.target)
-    if given in _OF_TENSORS and name in tensor_methods():
+    if kind in _OF_TENSORS and name in tensor_methods():
         if name == "to" and any(isinstance(arg, str) for arg in node.args[1:]):
             raise _refused(
                 node, "`to` with a device as a string; use torch.device(...) or another tensor's device"
             )
         return "size" if name in _SIZES else "tensor"
-    if given == "input" and name in DICT_METHODS:
+    if kind == "input" and name in DICT_METHODS:
         return "input"
-    if given == "size" and name in SIZE_METHODS:
+    if kind == "size" and name in SIZE_METHODS:
         return "plain"
-    if given in _OF_TENSORS or name not in tensor_methods():
+    if kind in _OF_TENSORS or name not in tensor_methods():
         raise _refused(
             node,
             f"the method {name!r} is not one that a saved model may call; write it with tensor operations",
@@ -86,10 +86,10 @@ def _method(node: fx.Node, given: str) -> str:
     )
 
 
-def _attribute(node: fx.Node, given: str) -> str:
+def _attribute(node: fx.Node, owner: str) -> str:
     name = node.args[1] if len(node.args) == 2 and not node.kwargs else None
-    kind = ATTRIBUTES.get(given, {}).get(name) if isinstance(name, str) else None
-    if kind is None and given == "input":
+    kind = ATTRIBUTES.get(owner, {}).get(name) if isinstance(name, str) else None
+    if kind is None and owner == "input":
         raise _refused(
             node,
             f"the input has an attribute {str(name)[:80]!a}, so it is of a class of your own, which a saved model "
@@ -98,15 +98,15 @@ def _attribute(node: fx.Node, given: str) -> str:
     if kind is None:
         raise _refused(
             node,
-            f"the attribute {str(name)[:80]!a} of a value of kind {given!r} is not one that a saved model may read; "
+            f"the attribute {str(name)[:80]!a} of a value of kind {owner!r} is not one that a saved model may read; "
             "compute it with tensor operations, or in __init__",
         )
     return kind
 
 
-def _operator(node: fx.Node, name: str, given: str, kinds: dict[fx.Node, str]) -> str:
+def _operator(node: fx.Node, name: str, kind: str, kinds: dict[fx.Node, str]) -> str:
     if name in ("getitem", "setitem"):
-        return given if name == "getitem" and given != "size" else "plain"
+        return kind if name == "getitem" and kind != "size" else "plain"
     if name not in _WITH_STRINGS and any(isinstance(value, str) for value in node.args):
         raise _refused(node, f"operator.{name} of a string is not an operation on tensors")
     if any(kinds[value] in _OF_TENSORS for value in node.args if isinstance(value, fx.Node)):

@@ -36,18 +36,18 @@ def own_functions(classes: Iterable[Any]) -> Own:
 
     `InputError` for what is no such class, and for two of one name.
     """
-    found: dict[str, Applied] = {}
+    own: dict[str, Applied] = {}
     for cls in classes:
         if not (isinstance(cls, type) and issubclass(cls, torch.autograd.Function)):
             raise InputError(
                 f"functions= takes classes derived from torch.autograd.Function, not {cls!r:.80}"
             )
-        other = found.setdefault(_OWN + cls.__qualname__, applied(cls))
+        other = own.setdefault(_OWN + cls.__qualname__, applied(cls))
         if other.cls is not cls:
             raise InputError(
                 f"two autograd functions are called {cls.__qualname__}; rename one of the classes"
             )
-    return found
+    return own
 
 
 def saved_name(function: Any, where: str) -> str:
@@ -75,9 +75,9 @@ def saved_name(function: Any, where: str) -> str:
 
 def find_function(name: Any, where: str, own: Own | None = None) -> Callable[..., Any]:
     """Return the function of a saved name; `CheckpointError` for one that is not on the list, and not in ``own``."""
-    found = (own or {}).get(name) or functions().get(name) if isinstance(name, str) else None
-    if found is not None:
-        return found
+    function = (own or {}).get(name) or functions().get(name) if isinstance(name, str) else None
+    if function is not None:
+        return function
     module, _, attribute = str(name).rpartition(".")
     if str(name).startswith(_OWN):
         raise CheckpointError(
@@ -165,16 +165,16 @@ def decode_graph(nodes: list[dict[str, Any]], device: torch.device, own: Own | N
     if not isinstance(nodes, list) or not 0 < len(nodes) <= _MOST_NODES:
         raise CheckpointError(f"the graph has no nodes, or more than {_MOST_NODES}: save the model again")
     graph = fx.Graph()
-    known: dict[str, fx.Node] = {}
+    by_name: dict[str, fx.Node] = {}
     special: dict[str, Special] = {
-        "node": lambda name: known[name],
+        "node": lambda name: by_name[name],
         "device": lambda name: torch.device("meta") if name == "meta" else device,
     }
     for data in nodes:
         name, op, target = data["name"], data["op"], data["target"]
         where = f"node {str(name)[:80]!a}"
         check_identifier(name, where)
-        if op not in _OPERATIONS or not isinstance(target, str) or name in known:
+        if op not in _OPERATIONS or not isinstance(target, str) or name in by_name:
             raise CheckpointError(
                 f"{where}: operation {str(op)[:80]!a} of {target[:80]!a} is not one of a graph, or comes twice"
             )
@@ -200,7 +200,7 @@ def decode_graph(nodes: list[dict[str, Any]], device: torch.device, own: Own | N
             if data["autocast"] is not False:
                 raise CheckpointError(f"{where}: autocast is either left as it is around the model, or off")
             node.meta[NO_AUTOCAST] = True
-        known[name] = node
+        by_name[name] = node
     if [data["op"] for data in nodes].count("output") != 1 or nodes[-1]["op"] != "output":
         raise CheckpointError(
             "the graph has no output, or several; the manifest is damaged: save the model again"

@@ -192,13 +192,13 @@ def check_targets(root: nn.Module, graph: fx.Graph) -> None:
             parent = root.get_submodule(owner)
         except AttributeError:
             parent = None
-        found = None if parent is None else {**vars(parent), **_members(parent)}.get(name)
+        value = None if parent is None else {**vars(parent), **_members(parent)}.get(name)
         expected = nn.Module if node.op == "call_module" else (Tensor, bool, int, float, str, tuple, list)
-        if not isinstance(found, expected):
+        if not isinstance(value, expected):
             wanted = "a module" if node.op == "call_module" else "a tensor or a plain value"
             raise CheckpointError(
                 f"node {node.name!r} needs {wanted} {str(node.target)!r}; the model has "
-                f"{'none' if found is None else type(found).__name__} there"
+                f"{'none' if value is None else type(value).__name__} there"
             )
     check_calls(graph, root, saved_function_names(graph))
 

@@ -67,14 +67,14 @@ def _embedding(module: Any) -> Shapes:
 def _attention(module: Any) -> Shapes:
     size = module.embed_dim
     inputs = {"q_proj_weight": size, "k_proj_weight": module.kdim, "v_proj_weight": module.vdim}
-    found: Shapes = {name: (size, width) for name, width in inputs.items()}
-    found |= {"in_proj_weight": (3 * size, size), "in_proj_bias": (3 * size,)}
-    return found | dict.fromkeys(("bias_k", "bias_v"), (1, 1, size))
+    shapes: Shapes = {name: (size, width) for name, width in inputs.items()}
+    shapes |= {"in_proj_weight": (3 * size, size), "in_proj_bias": (3 * size,)}
+    return shapes | dict.fromkeys(("bias_k", "bias_v"), (1, 1, size))
 
 
 def _recurrent(module: Any) -> Shapes:
     hidden, out = module.hidden_size, module.proj_size or module.hidden_size
-    rows, found = _GATES.get(module.mode, 1) * hidden, Shapes()
+    rows, shapes = _GATES.get(module.mode, 1) * hidden, Shapes()
     sides = ("", "_reverse")[: 1 + module.bidirectional]
     held = [name for name in module._parameters if name.startswith("weight_ih")]
     if len(held) != module.num_layers * len(sides):
@@ -82,19 +82,19 @@ def _recurrent(module: Any) -> Shapes:
     for layer in range(module.num_layers):
         width = module.input_size if layer == 0 else out * len(sides)
         for side in sides:
-            found[f"weight_ih_l{layer}{side}"], found[f"weight_hh_l{layer}{side}"] = (
+            shapes[f"weight_ih_l{layer}{side}"], shapes[f"weight_hh_l{layer}{side}"] = (
                 (rows, width),
                 (rows, out),
             )
-            found[f"bias_ih_l{layer}{side}"] = found[f"bias_hh_l{layer}{side}"] = (rows,)
-            found[f"weight_hr_l{layer}{side}"] = (out, hidden)
-    return found
+            shapes[f"bias_ih_l{layer}{side}"] = shapes[f"bias_hh_l{layer}{side}"] = (rows,)
+            shapes[f"weight_hr_l{layer}{side}"] = (out, hidden)
+    return shapes
 
 
 def _cell(module: Any) -> Shapes:
     rows = _GATES.get(type(module).__name__, 1) * module.hidden_size
-    found: Shapes = {"weight_ih": (rows, module.input_size), "weight_hh": (rows, module.hidden_size)}
-    return found | dict.fromkeys(("bias_ih", "bias_hh"), (rows,))
+    shapes: Shapes = {"weight_ih": (rows, module.input_size), "weight_hh": (rows, module.hidden_size)}
+    return shapes | dict.fromkeys(("bias_ih", "bias_hh"), (rows,))
 
 
 _SHAPES: dict[type[nn.Module], Callable[[Any], Shapes]] = {

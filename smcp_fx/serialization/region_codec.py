@@ -48,10 +48,10 @@ def encode_regions(model: nn.Module, tensors: TensorWriter) -> dict[str, Any]:
             holder = fx.GraphModule(nn.Module(), fx.Graph())
             holder.add_module(_LAYER, module)
             layers.append({"path": path, "modules": encode_modules(holder, set(), tensors)})
-    known = {entry["name"] for entry in tensors.entries}
+    saved_names = {entry["name"] for entry in tensors.entries}
     for name, tensor in _tensors(model):
         saved = tensors.add(name, tensor, f"{name!r}")
-        if saved not in known:
+        if saved not in saved_names:
             rest[name] = saved
     return {
         "regions": regions,
@@ -105,7 +105,7 @@ def decode_regions(
     manifest: Mapping[str, Any], tensors: Mapping[str, Tensor], device: torch.device, own: Own | None = None
 ) -> list[tuple[Region, ConvertedModule]]:
     """Return the regions of a manifest with their modules, which belong to no model yet."""
-    found = []
+    regions = []
     for entry in manifest["regions"]:
         path = str(entry["path"])
         where = f"region {path[:80]!a}"
@@ -118,8 +118,8 @@ def decode_regions(
         output = None
         if entry["output"] is not None:
             output = _decode_structure(entry["output"], f"{where}, its output")
-        found.append((Region(path, form, output, module.graph, ()), module))
-    return found
+        regions.append((Region(path, form, output, module.graph, ()), module))
+    return regions
 
 
 def put_regions(

@@ -166,7 +166,7 @@ _SPECIFICATIONS: dict[str, list[tuple[str, str]]] = {
 @lru_cache(maxsize=1)
 def specifications() -> dict[str, dict[str, tuple[str, ...]]]:
     """Return the attribute types of each class, by its full name."""
-    found: dict[str, dict[str, tuple[str, ...]]] = {}
+    attributes_of: dict[str, dict[str, tuple[str, ...]]] = {}
     for module, rows in _SPECIFICATIONS.items():
         for names, text in rows:
             attributes = {}
@@ -174,8 +174,8 @@ def specifications() -> dict[str, dict[str, tuple[str, ...]]]:
                 attribute, _, types = word.partition(":")
                 attributes[attribute] = tuple(types.split("|"))
             for name in names.split():
-                found[f"torch.nn.modules.{module}.{name}"] = attributes
-    return found
+                attributes_of[f"torch.nn.modules.{module}.{name}"] = attributes
+    return attributes_of
 
 
 def class_name(module: nn.Module, where: str) -> str:
@@ -195,9 +195,9 @@ def find_class(name: Any, where: str) -> type[nn.Module]:
     """Return the module class of a saved name; `CheckpointError` for one that is not on the list."""
     if isinstance(name, str) and name in specifications():
         module, _, attribute = name.rpartition(".")
-        found = vars(importlib.import_module(module)).get(attribute)
-        if isinstance(found, type) and issubclass(found, nn.Module):
-            return found
+        cls = vars(importlib.import_module(module)).get(attribute)
+        if isinstance(cls, type) and issubclass(cls, nn.Module):
+            return cls
     raise CheckpointError(
         f"{where}: the class {str(name)[:120]!a} is not a module class that a saved model may hold. The manifest was "
         "made by another version of a library, or was tampered with: save the model again with the versions here."

@@ -234,13 +234,13 @@ _OTHERS: dict[str, Callable[..., Any]] = {
 @lru_cache(maxsize=1)
 def functions() -> dict[str, Callable[..., Any]]:
     """Return every function that a graph may call, by name, as far as this torch has them."""
-    found: dict[str, Callable[..., Any]] = dict(_OTHERS)
+    by_name: dict[str, Callable[..., Any]] = dict(_OTHERS)
     for space, names in _FUNCTIONS.items():
         for name in names.split():
             for spelling in (name, f"{name}_") if space in (torch, torch.nn.functional) else (name,):
                 if callable(vars(space).get(spelling)):
-                    found[f"{space.__name__}.{spelling}"] = vars(space)[spelling]
-    return found
+                    by_name[f"{space.__name__}.{spelling}"] = vars(space)[spelling]
+    return by_name
 
 
 @lru_cache(maxsize=1)

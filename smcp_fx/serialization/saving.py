@@ -89,9 +89,9 @@ def save(converted: nn.Module, path: Path | str, *, metadata: Mapping[str, Any] 
     content, manifest = _contents(converted, noted)
     became = plain_containers(converted.graph)[1] if isinstance(converted, fx.GraphModule) else {}
     if became:
-        told = ", ".join(f"a {kind} in place of {name}" for name, kind in became.items())
+        kinds = ", ".join(f"a {kind} in place of {name}" for name, kind in became.items())
         warnings.warn(
-            f"{path}: a file holds no classes of yours. Loaded, {type(converted).__name__} returns {told}, with the "
+            f"{path}: a file holds no classes of yours. Loaded, {type(converted).__name__} returns {kinds}, with the "
             "same contents. torch.save keeps the classes.",
             stacklevel=2,
         )
@@ -144,8 +144,8 @@ def load(
 def applied_classes(converted: nn.Module) -> list[type[torch.autograd.Function]]:
     """Return the autograd functions of its own that a converted model applies, which `load` is to be given."""
     graphs = [part.graph for part in map(graph_of, converted.modules()) if isinstance(part, fx.GraphModule)]
-    found = [node.target.cls for graph in graphs for node in graph.nodes if isinstance(node.target, Applied)]
-    return list(dict.fromkeys(found))
+    targets = (node.target for graph in graphs for node in graph.nodes)
+    return list(dict.fromkeys(target.cls for target in targets if isinstance(target, Applied)))
 
 
 def check_savable(converted: nn.Module) -> None:
@@ -262,10 +262,10 @@ def _read_manifest(path: Path) -> dict[str, Any]:
             f"{path} is not a *{_SUFFIX} file: pass the tensor file that smcp_fx.save wrote; its manifest is "
             "found beside it"
         )
-    for file, what in ((path, "model"), (manifest_path, "manifest")):
+    for file, kind in ((path, "model"), (manifest_path, "manifest")):
         if not file.is_file():
             raise CheckpointError(
-                f"there is no {what} file {file}: smcp_fx.save writes {path.name} and {manifest_path.name}; keep "
+                f"there is no {kind} file {file}: smcp_fx.save writes {path.name} and {manifest_path.name}; keep "
                 "both in one directory, under one name"
             )
     try:
@@ -309,10 +309,10 @@ def _check_tensor_file(path: Path, manifest: Mapping[str, Any]) -> None:
     with _damaged(path, manifest):
         digest, size = str(manifest["tensor_file"]["sha256"]), int(manifest["tensor_file"]["bytes"])
     try:
-        found = path.stat().st_size
-        if found < size:
+        actual = path.stat().st_size
+        if actual < size:
             raise CheckpointError(
-                f"{path} is cut off: {found} of {size} bytes are there. Copy it again, or save the model again."
+                f"{path} is cut off: {actual} of {size} bytes are there. Copy it again, or save the model again."
             )
         hasher = hashlib.sha256()
         with open(path, "rb") as file:

@@ -24,10 +24,10 @@ _NO_LOCKS = {errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS}
 _CHARACTERS_A_CONTAINER = 6
 
 
-def write_texts(texts: Mapping[Path, str], what: str) -> None:
+def write_texts(texts: Mapping[Path, str], name: str) -> None:
     """Write all the texts or none; missing directories are made.
 
-    Raises `SmcpError` when that fails; earlier files are then untouched. ``what`` names the content in the
+    Raises `SmcpError` when that fails; earlier files are then untouched. ``name`` names the content in the
     message.
     """
     beside: dict[Path, Path] = {}
@@ -46,7 +46,7 @@ def write_texts(texts: Mapping[Path, str], what: str) -> None:
                 part.unlink()
         places = ", ".join(dict.fromkeys(str(target.parent) for target in texts))
         raise SmcpError(
-            f"cannot write {what} into {places}: {error.strerror or error}. Free space there, or give another "
+            f"cannot write {name} into {places}: {error.strerror or error}. Free space there, or give another "
             "directory"
         ) from error
 
@@ -66,15 +66,15 @@ def check_replaceable(path: Path) -> None:
 
 
 @contextlib.contextmanager
-def locked(file: Path, told: str) -> Iterator[None]:
-    """Hold a file's lock; the `InputError` where another process holds it begins with ``told``."""
+def locked(file: Path, refusal: str) -> Iterator[None]:
+    """Hold a file's lock; the `InputError` where another process holds it begins with ``refusal``."""
     with contextlib.ExitStack() as stack:
         try:
             held = stack.enter_context(open(file, "a+", encoding="utf-8"))
             if sys.platform != "win32":
                 fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
-            raise InputError(f"{told} (it holds {file}): wait for it, or give another --out") from error
+            raise InputError(f"{refusal} (it holds {file}): wait for it, or give another --out") from error
         except OSError as error:
             if error.errno not in _NO_LOCKS:
                 raise InputError(f"cannot write {file}: {error.strerror or error}") from error
@@ -100,10 +100,10 @@ def read_json(path: Path, error: type[SmcpError], advice: str) -> Any:
 
 def parse_json(text: str) -> Any:
     """Return what JSON holds; `ValueError` as `bounded_json`, or if a string cannot be written as UTF-8."""
-    found = bounded_json(text)
+    value = bounded_json(text)
     if "\\u" in text:  # a lone surrogate
-        json.dumps(found, ensure_ascii=False).encode()
-    return found
+        json.dumps(value, ensure_ascii=False).encode()
+    return value
 
 
 def bounded_json(text: str) -> Any:
@@ -119,7 +119,7 @@ def bounded_json(text: str) -> Any:
 def brief(value: Any) -> str:
     """Return a value as messages show it: one line of at most 80 characters."""
     try:
-        told = repr(value)
+        shown = repr(value)
     except RecursionError:
-        told = f"a {type(value).__name__} nested too deep"
-    return told if len(told) <= 80 else f"{told[:77]}..."
+        shown = f"a {type(value).__name__} nested too deep"
+    return shown if len(shown) <= 80 else f"{shown[:77]}..."

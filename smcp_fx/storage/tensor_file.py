@@ -31,9 +31,9 @@ class TensorWriter:
 
     def add(self, name: str, tensor: Tensor, where: str) -> str:
         """Add a tensor as ``name``; return its name, an earlier one if the same object was added before."""
-        known = self._named.get(id(tensor))
-        if known is not None:
-            return known
+        earlier = self._named.get(id(tensor))
+        if earlier is not None:
+            return earlier
         while name in self._names:
             name += "_"  # elements of lists have no name of their own
         if type(tensor) not in (Tensor, nn.Parameter) or (

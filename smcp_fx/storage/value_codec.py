@@ -32,9 +32,9 @@ def encode_value(value: Any, where: str, special: Special) -> Any:
         return value
     if type(value) is float:
         return value if math.isfinite(value) else {"float": repr(value)}
-    known = special(value)
-    if known is not None:
-        return known
+    encoded = special(value)
+    if encoded is not None:
+        return encoded
     if isinstance(value, torch.Size):
         return {"size": [int(item) for item in value]}
     if isinstance(value, (tuple, list)) and not hasattr(value, "_fields"):

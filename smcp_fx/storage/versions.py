@@ -25,5 +25,5 @@ def saved_with(manifest: Mapping[str, Any]) -> str:
     libraries = manifest.get("libraries")
     if not isinstance(libraries, dict):
         return "(saved with unknown versions)"
-    told = ", ".join(f"{name} {version}" for name, version in libraries.items())
-    return f"(saved with {told[:200]})"
+    versions = ", ".join(f"{name} {version}" for name, version in libraries.items())
+    return f"(saved with {versions[:200]})"

@@ -25,7 +25,6 @@ from unittest import mock
 
 import torch
 from torch import Tensor, fx, nn
-from torch.utils import _pytree as pytree
 
 from smcp_fx.errors import TraceError
 from smcp_fx.tracing.aliases import memory_of_model
@@ -33,7 +32,7 @@ from smcp_fx.tracing.mode_reads import made_beside, returned_instead
 from smcp_fx.tracing.modes import ModeInterpreter
 from smcp_fx.tracing.operations import operation_name, operation_of, readable_name, writes_in_place
 from smcp_fx.tracing.traits import Trait, has
-from smcp_fx.tracing.values import FROZEN, NO_AUTOCAST, TensorInfo, held
+from smcp_fx.tracing.values import FROZEN, NO_AUTOCAST, TensorInfo, has_tensors, held
 
 #: Marks nodes that were made while autograd was off.
 NO_GRAD = "smcp_no_grad"
@@ -177,8 +176,8 @@ def detach_frozen(
         elif node.target is operator.getitem and source in frozen and not _is_tensor(values, source):
             frozen.add(node)  # a part of several tensors, which no operation makes
     for node in [n for n in graph.nodes if n in frozen]:
-        readers = [user for user in node.users if user not in frozen and _has_tensors(values.get(user.name))]
-        if readers and _has_tensors(values.get(node.name)):
+        readers = [user for user in node.users if user not in frozen and has_tensors(values.get(user.name))]
+        if readers and has_tensors(values.get(node.name)):
             before = set(graph.nodes)
             with graph.inserting_after(node):
                 detached = _detached(graph, node, values)
@@ -274,7 +273,7 @@ def _detached(graph: fx.Graph, node: fx.Node, values: dict[str, Any]) -> fx.Node
             with graph.inserting_after(point):
                 item = point = graph.call_function(operator.getitem, (node, index))
             values[item.name] = part
-            if _has_tensors(part):
+            if has_tensors(part):
                 with graph.inserting_after(item):
                     item = point = _detached(graph, item, values)
             parts.append(item)
@@ -290,7 +289,3 @@ def _detached(graph: fx.Graph, node: fx.Node, values: dict[str, Any]) -> fx.Node
 
 def _is_tensor(values: dict[str, Any], node: Any) -> bool:
     return isinstance(values.get(node.name), TensorInfo)
-
-
-def _has_tensors(value: Any) -> bool:
-    return any(isinstance(leaf, TensorInfo) for leaf in pytree.tree_leaves(value))

@@ -57,3 +57,10 @@ def sharing(owner: nn.Module, graph: fx.Graph) -> fx.GraphModule:
     module.training = owner.training
     module.graph = graph
     return module
+
+
+def copy_modes(source: nn.Module, target: nn.Module) -> None:
+    """Give each module of ``target`` the train/eval mode of the module of its name in ``source``."""
+    modes = {name: module.training for name, module in source.named_modules()}
+    for name, module in target.named_modules():
+        module.training = modes.get(name, source.training)

@@ -56,22 +56,22 @@ def _layer(name: str | None, module: nn.Module | None, x: Tensor, args: Any) -> 
     if module is not None and any(own.dtype != x.dtype for own in module.parameters(recurse=False)):
         return None
 
-    def told(attribute: str) -> Any:
+    def option(attribute: str) -> Any:
         return (*args, None)[1] if module is None else getattr(module, attribute)
 
     if name == "linear":
-        weight = told("weight")
+        weight = option("weight")
         if not isinstance(weight, Tensor) or weight.dim() != 2 or x.shape[-1:] != weight.shape[1:]:
             return None
         return _ordered((*x.shape[:-1], weight.shape[0]), x)
     if name == "layernorm":
-        sizes = tuple(told("normalized_shape") or ())
+        sizes = tuple(option("normalized_shape") or ())
         return _ordered(x.shape, x) if sizes and x.shape[-len(sizes) :] == sizes else None
     fits = x.is_contiguous()
     if name == "groupnorm":
-        fits = x.dim() > 1 and x.shape[1] % (told("num_groups") or 1) == 0
+        fits = x.dim() > 1 and x.shape[1] % (option("num_groups") or 1) == 0
     elif name == "batchnorm":
-        mean = told("running_mean")
+        mean = option("running_mean")
         fits = isinstance(mean, Tensor) and x.shape[1:2] == mean.shape
     return torch.empty_like(x) if fits else None
 

@@ -74,7 +74,7 @@ class Paths:
         return self._distinct([*decisions, ("", trace.modes[""])] if self.by_train else decisions)
 
     def returned(self, trace: ModeTrace, node: fx.Node, index: int, operand: Any) -> list[tuple[int, int]]:
-        """The frames that returned the node's argument ``given``, the last first, with its place in each result."""
+        """The frames that returned the node's argument ``operand``, the last first, with its place in each result."""
         source, frames = node.meta.get(VIA, {}).get(index, (None, ()))
         if source is not operand:
             return []

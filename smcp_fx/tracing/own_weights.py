@@ -60,13 +60,9 @@ def _name(hook: Any) -> str:
 def has_hooks(module: nn.Module) -> bool:
     """Does a call of the module run hooks other than those that compute its weights (which the graph does itself)?"""
     held = module.__dict__
-    return any(held[kind] for kind in _OTHER_HOOKS) or any(
-        map(_is_other, held["_forward_pre_hooks"].values())
+    return any(held[kind] for kind in _OTHER_HOOKS) or not all(
+        map(_name, held["_forward_pre_hooks"].values())
     )
-
-
-def _is_other(hook: Any) -> bool:
-    return not _name(hook)
 
 
 def is_parametrised_layer(module: nn.Module) -> bool:

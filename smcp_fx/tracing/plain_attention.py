@@ -42,7 +42,7 @@ def forward_of(
     if type(module) is nn.MultiheadAttention:
         return functools.partial(attend, module, value)
 
-    def told(*args: Any, **kwargs: Any) -> Any:
+    def unmasked(*args: Any, **kwargs: Any) -> Any:
         """The forward, without the comparison of a mask with a causal one: the mask is added in any case."""
         bound = inspect.signature(type(module).forward).bind(module, *args, **kwargs)
         for name, hint in _LAYERS[type(module)]:
@@ -50,7 +50,7 @@ def forward_of(
                 bound.arguments[hint] = False
         return forward(*bound.args[1:], **bound.kwargs)
 
-    return told
+    return unmasked
 
 
 def attend(

@@ -45,10 +45,10 @@ class ShapeRuns:
         self._tensors: dict[int, Tensor] = {}  # those on the meta device, by the ids of the module's own
         try:
             shapes = self._run(inputs)
-            known, there = (
+            recorded, there = (
                 pytree.tree_flatten({name: run[name] for name in values}) for run in (values, shapes)
             )
-            self._believed = known == there
+            self._believed = recorded == there
         except Exception:  # the meta device does not know every operation
             self._believed = False
 

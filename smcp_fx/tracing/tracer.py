@@ -29,6 +29,7 @@ from smcp_fx.tracing.contexts import (
     pin_layers,
     without_gradients,
 )
+from smcp_fx.tracing.copying import copy_modes
 from smcp_fx.tracing.example_runs import (
     images_in,
     outputs_of_modules,
@@ -112,8 +113,8 @@ def trace(
     for path in called.observed:
         _drop_hooks(traced, path)
     # Modules as they are now: `trace_in_mode` restores them, GraphModule's own flag is set from the model's.
+    copy_modes(model, traced)
     traced.training = training
-    _restore_flags(model, traced)
     try:
         result, values, work = record(traced, inputs)
     except Exception as error:
@@ -297,8 +298,8 @@ def _merged(
         if without_gradients(trace.graph):
             normalise(model, trace.graph)
             module = fx.GraphModule(model, with_branches(trace.graph), class_name=type(model).__name__)
-            found = _values(model, trace.graph, inputs)
-            detach_frozen(module, found, lambda run: run_eager(module, inputs, run))
+            values = _values(model, trace.graph, inputs)
+            detach_frozen(module, values, lambda run: run_eager(module, inputs, run))
         return trace
 
     with _ONE_AT_A_TIME:
@@ -322,13 +323,6 @@ def _merged(
         for group in explored.coupled():
             require_one_mode(graph, group)
         return graph, explored.traces
-
-
-def _restore_flags(model: nn.Module, traced: fx.GraphModule) -> None:
-    modes = {name: module.training for name, module in model.named_modules()}
-    for name, module in traced.named_modules():
-        if name:
-            module.training = modes.get(name, traced.training)
 
 
 def _first_difference(model: nn.Module, traced: fx.GraphModule, inputs: tuple[Any, ...]) -> str:

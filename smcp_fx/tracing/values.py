@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from smcp_fx.tracing.trees import leaf_class
+from smcp_fx.tracing.trees import leaf_class, leaves_of
 
 #: On a placeholder or the output: where the tensors come from, or why they stay, instead of the usual reason.
 ORIGIN = "smcp_origin"
@@ -42,6 +42,11 @@ class TensorInfo:
 def is_continuous(value: torch.Tensor | TensorInfo) -> bool:
     """Does it hold real or complex numbers, not integers or truth values?"""
     return value.dtype.is_floating_point or value.dtype.is_complex
+
+
+def has_tensors(value: Any) -> bool:
+    """Does the record of a node's result hold a tensor?"""
+    return any(isinstance(leaf, TensorInfo) for leaf in leaves_of(value))
 
 
 def info_of(result: Any) -> Any:

@@ -105,8 +105,8 @@ class Student:
 
         What was found counts once: the next outputs need a call of their own.
         """
-        found, self.found = self.found, {}
-        return [_distance(name, found[name], teacher[name], self.kept(name)) for name in self.names]
+        own, self.found = self.found, {}
+        return [_distance(name, own[name], teacher[name], self.kept(name)) for name in self.names]
 
 
 def require_modules(model: nn.Module, names: Sequence[str]) -> None:
@@ -122,15 +122,15 @@ def require_modules(model: nn.Module, names: Sequence[str]) -> None:
 @contextmanager
 def hooked(model: nn.Module, names: Sequence[str]) -> Iterator[dict[str, Any]]:
     """While it lasts, the dict that it gives fills with the outputs of the named modules."""
-    found: dict[str, Any] = {}
+    features: dict[str, Any] = {}
 
     def keeping(name: str) -> Callable[..., None]:
-        return lambda module, inputs, output: found.update({name: _as_it_is(output)})
+        return lambda module, inputs, output: features.update({name: _as_it_is(output)})
 
     with ExitStack() as stack:
         for name in names:
             stack.callback(model.get_submodule(name).register_forward_hook(keeping(name)).remove)
-        yield found
+        yield features
 
 
 def _as_it_is(value: Any) -> Any:

@@ -133,11 +133,11 @@ class TrainingLoop:
         """What is minimised, of one batch."""
         with torch.autocast(self.device.type, self.type, enabled=self.mixed):
             outputs = call(inputs)
-            told = self.teacher(inputs, outputs) if self.teacher is not None and self.taught else None
-        if told is not None and self.taught == 1:
-            return told
+            taught_loss = self.teacher(inputs, outputs) if self.teacher is not None and self.taught else None
+        if taught_loss is not None and self.taught == 1:
+            return taught_loss
         loss = self.loss(outputs, moved(targets, self.device))
-        return loss if told is None else (1 - self.taught) * loss + self.taught * told
+        return loss if taught_loss is None else (1 - self.taught) * loss + self.taught * taught_loss
 
     def _check(self, loss: float, when: str) -> None:
         if math.isfinite(loss):

@@ -110,26 +110,26 @@ class Teacher:
         if not self.readings:
             self.readings = read_outputs(answers, self._outputs, None, self.model)
             if not all(reading.given for reading in self.readings.values()):
-                what = told(self.readings, answers)
+                kinds = told(self.readings, answers)
                 tell(
-                    f"the Teacher's {what}. If that is wrong, say what it is, with Teacher(outputs=).",
+                    f"the Teacher's {kinds}. If that is wrong, say what it is, with Teacher(outputs=).",
                     UserWarning,
                 )
         return self.readings
 
     def _matching(self, name: str, theirs: Mapping[str, Tensor], mine: Tensor) -> Tensor:
         """The student's tensor of this name; of a lone one that of its shape (GoogLeNet returns more in training)."""
-        found = theirs.get(name)
-        if found is None and len(self.readings) == 1:
-            found = next((tensor for tensor in theirs.values() if tensor.shape == mine.shape), None)
-        if found is None or found.shape != mine.shape:
+        answer = theirs.get(name)
+        if answer is None and len(self.readings) == 1:
+            answer = next((tensor for tensor in theirs.values() if tensor.shape == mine.shape), None)
+        if answer is None or answer.shape != mine.shape:
             shapes = {name: list(tensor.shape) for name, tensor in theirs.items()}
             raise InputError(
                 f"the teacher's output{' ' + repr(name) if name else ''} is of shape {list(mine.shape)}, and the "
                 f"student's outputs {shapes} are not: both must be the same for the same inputs. "
                 "Teacher(outputs={name: kind}) names those that count"
             )
-        return found
+        return answer
 
     def _distance(self, reading: Reading, student: Tensor, teacher: Tensor) -> Tensor:
         """The mean over images and positions; both as `Reading.scores` gives them."""

@@ -33,7 +33,7 @@ class Answers:
         first = next(iter(self.readings.values()))
         return first.shape[first.dim] if first.kind == "classes" else 0
 
-    def agreement(self, found: Any, wanted: Mapping[str, Tensor], alone: bool = False) -> float:
+    def agreement(self, outputs: Any, wanted: Mapping[str, Tensor], alone: bool = False) -> float:
         """Return the sum over samples of how far outputs agree, from 0 to 1: the mean over outputs.
 
         The samples are along the first axis, unless all is of one (``alone``).
@@ -41,7 +41,7 @@ class Answers:
         Of classes, and of yes or no, it is the share of equal answers, of values 1 less the squared error relative to
         their variance.
         """
-        ours, parts = named_tensors(found), []
+        ours, parts = named_tensors(outputs), []
         for name, reading in self.readings.items():
             a, b = reading.scores(ours[name].cpu()), reading.scores(wanted[name])
             samples = 1 if alone else len(b)

@@ -23,7 +23,7 @@ def prior_boxes(sides: Sequence[int], scales: Sequence[float], ratios: Sequence[
     A map of ``sides[k]`` positions a side has at each: squares of side ``scales[k]`` and of the geometric mean of
     it and the next scale, and for every ratio r in ``ratios[k]`` boxes of r : 1 and 1 : r of the first one's area.
     """
-    found = []
+    boxes = []
     for side, scale, following, shapes in zip(sides, scales[:-1], scales[1:], ratios, strict=True):
         sizes = [(scale, scale), (math.sqrt(scale * following),) * 2]
         for ratio in shapes:
@@ -33,8 +33,8 @@ def prior_boxes(sides: Sequence[int], scales: Sequence[float], ratios: Sequence[
         rows, columns = torch.meshgrid(at, at, indexing="ij")
         centres = torch.stack([columns, rows], -1).reshape(-1, 1, 2).expand(-1, len(sizes), 2)
         shape = torch.tensor(sizes, dtype=torch.float64).expand(side * side, -1, 2)
-        found.append(torch.cat([centres, shape], -1).reshape(-1, 4))
-    return torch.cat(found).float()
+        boxes.append(torch.cat([centres, shape], -1).reshape(-1, 4))
+    return torch.cat(boxes).float()
 
 
 def encode(corners: Tensor, priors: Tensor) -> Tensor:
@@ -93,7 +93,7 @@ def detections(
     ``before`` best above ``score`` go into non-maximum suppression, and the ``after`` best of all remain.
     """
     rule = suppression or Suppression()
-    found = []
+    per_image = []
     for image, logits in zip(offsets.float(), scores.float(), strict=True):
         boxes = decode(image, priors).clamp(0, 1)
         chances = logits.softmax(-1)[:, 1:]
@@ -102,5 +102,5 @@ def detections(
         strong = best > rule.score
         score, place, label = best[strong], places[strong], label[strong]
         kept = batched_nms(boxes[place], score, label, rule.overlap)[: rule.after]
-        found.append({"boxes": boxes[place[kept]], "labels": label[kept], "scores": score[kept]})
-    return found
+        per_image.append({"boxes": boxes[place[kept]], "labels": label[kept], "scores": score[kept]})
+    return per_image

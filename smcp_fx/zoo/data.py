@@ -65,16 +65,16 @@ class ImageData:
         network.eval()
         with torch.no_grad():
             for inputs, _ in self.tests(64, channels, size):
-                given = as_tuple(inputs)
-                found = named_tensors(network(*(tensor.to(device) for tensor in given)))
-                every: list[Any] = [slice(None)] if self.alone else list(range(len(given[0])))
-                if not found or any(len(output) != len(every) for output in found.values() if not self.alone):
-                    sizes = ", ".join(str(list(output.shape)) for output in found.values()) or "none"
+                batch = as_tuple(inputs)
+                outputs = named_tensors(network(*(tensor.to(device) for tensor in batch)))
+                every: list[Any] = [slice(None)] if self.alone else list(range(len(batch[0])))
+                if not outputs or any(len(o) != len(every) for o in outputs.values() if not self.alone):
+                    sizes = ", ".join(str(list(output.shape)) for output in outputs.values()) or "none"
                     raise InputError(
                         f"the network's outputs ({sizes}) are not numbers for each of {len(every)} samples in their "
                         "first axis, so that samples cannot be compared: prune it in Python, by a loss of your own"
                     )
-                kept += [{name: output[i].cpu().clone() for name, output in found.items()} for i in every]
+                kept += [{name: output[i].cpu().clone() for name, output in outputs.items()} for i in every]
         network.train(training)
         return replace(self, test=_Beside(self.test, kept))
 
@@ -155,9 +155,9 @@ def load_data(
     kind, _, rest = spec.partition(":")
     if kind in ("imagefolder", "images") and rest:
         made, root = images or Preprocessing(), (base or Path()) / rest
-        found = image_folder(root, made, augment) if kind == "imagefolder" else plain_images(root, made)
+        sets = image_folder(root, made, augment) if kind == "imagefolder" else plain_images(root, made)
         several = min(_usable_cores(), _MOST_WORKERS) if workers is None else workers
-        return ImageData(spec, *found, 3, made.size, several, labelled=kind == "imagefolder")
+        return ImageData(spec, *sets, 3, made.size, several, labelled=kind == "imagefolder")
     if spec.rpartition(":")[0].endswith(".py"):
         return replace(_from_factory(spec, base), workers=workers or 0)
     raise InputError(
@@ -236,22 +236,22 @@ class OwnSamples(Dataset[Any]):
     def __getitem__(self, index: int) -> tuple[Tensor, int]:
         try:
             image, label = self.samples[index]
-            found = operator.index(label)
+            number = operator.index(label)
             if not isinstance(image, Tensor) or not image.is_floating_point():
                 raise TypeError(f"the image is {getattr(image, 'dtype', type(image).__name__)}")
             if self.shape is not None and image.shape != self.shape:
                 raise ValueError(f"its shape is {tuple(image.shape)}, the first one's {tuple(self.shape)}")
-            if found < 0 or (self.classes is not None and found >= self.classes):
-                known = (
+            if number < 0 or (self.classes is not None and number >= self.classes):
+                range_words = (
                     "" if self.classes is None else f", and the train images are of {self.classes} classes"
                 )
-                raise ValueError(f"a label is {found}{known}")
+                raise ValueError(f"a label is {number}{range_words}")
         except (Exception, SystemExit) as error:
             raise InputError(
                 f"{self.name}: samples must be (image tensor [C, H, W] of floats, integer label), and {self.part} "
                 f"image {index} is not: {_reason(error)}"
             ) from error
-        return image, found
+        return image, number
 
 
 def call_factory(spec: str, base: Path | None = None) -> Any:

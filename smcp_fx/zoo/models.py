@@ -199,10 +199,10 @@ def _torchvision(name: str, classes: int) -> nn.Module:
     return model
 
 
-def _check_name(name: str, known: list[str], refusal: str) -> None:
+def _check_name(name: str, names: list[str], refusal: str) -> None:
     """Raise `InputError`, with the known names that are like it, for one that is unknown."""
-    if name not in known:
-        near = difflib.get_close_matches(name, known, 8, 0.5) or [k for k in known if k.startswith(name[:4])]
+    if name not in names:
+        near = difflib.get_close_matches(name, names, 8, 0.5) or [k for k in names if k.startswith(name[:4])]
         raise InputError(f"{refusal} {name!r}" + (f"; it has {', '.join(near[:8])}" if near else ""))
 
 

@@ -24,8 +24,8 @@ def read_network(path: Path | str, size: str | None = None) -> Any:
     interface = file.interface
     if size is None and any(axis for port in interface.inputs for axis in port.open_axes):
         size = "x".join(f"{number:g}" for number in numbers_of(interface.metadata.get("imgsz", "")))
-    given = interface.random_inputs(interface.shapes_of(size)) if size else None
-    return reading.imported(file, given)
+    example = interface.random_inputs(interface.shapes_of(size)) if size else None
+    return reading.imported(file, example)
 
 
 def takes_several(model: Any) -> bool:

@@ -61,11 +61,11 @@ def preprocessing_of(spec: str) -> Preprocessing:
             import timm
         except ModuleNotFoundError:
             return Preprocessing()  # building the network reports the error
-        known = timm.get_pretrained_cfg(name)
-        if known is None:
+        cfg = timm.get_pretrained_cfg(name)
+        if cfg is None:
             return Preprocessing()
-        size = int(known.input_size[-1])
-        return Preprocessing(size, known.crop_pct, tuple(known.mean), tuple(known.std), known.interpolation)
+        size = int(cfg.input_size[-1])
+        return Preprocessing(size, cfg.crop_pct, tuple(cfg.mean), tuple(cfg.std), cfg.interpolation)
     return Preprocessing()
 
 
@@ -79,21 +79,21 @@ def numbers_of(text: str) -> tuple[float, ...]:
 
 def preprocessing_by(metadata: Mapping[str, str]) -> tuple[Preprocessing, str]:
     """Return the preprocessing that an ONNX file's metadata tells, and the entries that tell it ("": none)."""
-    found, told = Preprocessing(), list[str]()
+    images, names = Preprocessing(), list[str]()
     spans = {"Image.NominalPixelRange": _RANGES.get(metadata.get("Image.NominalPixelRange", ""))}
     if metadata.keys() >= _ULTRALYTICS:
         spans["names, stride, task"] = (0.0, 1.0)
     for name, span in spans.items():
         if span is not None:
-            found, told = replace(found, mean=(span[0],) * 3, std=(span[1],) * 3), [*told, name]
+            images, names = replace(images, mean=(span[0],) * 3, std=(span[1],) * 3), [*names, name]
     for name in ("mean", "std"):
         numbers = numbers_of(metadata.get(name, ""))
         if len(numbers) in (1, 3) and (name == "mean" or min(numbers) > 0):
             values: dict[str, Any] = {name: numbers * (3 // len(numbers))}
-            found, told = replace(found, **values), [*told, name]
+            images, names = replace(images, **values), [*names, name]
     if (order := _FORMATS.get(metadata.get("Image.BitmapPixelFormat", ""))) is not None:
-        found, told = replace(found, order=order), [*told, "Image.BitmapPixelFormat"]
-    return found, ", ".join(told)
+        images, names = replace(images, order=order), [*names, "Image.BitmapPixelFormat"]
+    return images, ", ".join(names)
 
 
 def pretrained_weights(spec: str, version: str = "DEFAULT") -> Weights:
@@ -141,10 +141,10 @@ def _of_timm(name: str) -> Weights:
         import timm
     except ModuleNotFoundError as error:
         raise InputError("--model timm:NAME needs timm: pip install timm") from error
-    known = timm.get_pretrained_cfg(name)
-    if known is None or not (known.hf_hub_id or known.url):
+    cfg = timm.get_pretrained_cfg(name)
+    if cfg is None or not (cfg.hf_hub_id or cfg.url):
         raise InputError(f"timm has no weights for {name!r}")
-    _check_reachable(known.hf_hub_id or "", f"timm's weights of {name}")
+    _check_reachable(cfg.hf_hub_id or "", f"timm's weights of {name}")
     try:
         state = timm.create_model(name, pretrained=True).state_dict()
     except Exception as error:  # timm's, the hub client's, or the network's
@@ -155,7 +155,7 @@ def _of_timm(name: str) -> Weights:
     return Weights(state, f"timm's {name}")
 
 
-def _check_reachable(repository: str, what: str) -> None:
+def _check_reachable(repository: str, content: str) -> None:
     """Raise `InputError` at once if the hub cannot be resolved; its client would retry for a minute."""
     from huggingface_hub import constants, try_to_load_from_cache
 
@@ -171,6 +171,6 @@ def _check_reachable(repository: str, what: str) -> None:
         socket.getaddrinfo(host, 443)
     except OSError as error:
         raise InputError(
-            f"{what} are not in the cache, and {host} cannot be reached ({error.strerror or error}): fetch "
+            f"{content} are not in the cache, and {host} cannot be reached ({error.strerror or error}): fetch "
             f"https://{host}/{repository} on a machine with internet access and give the file by --weights"
         ) from error

@@ -110,8 +110,8 @@ class _Prepared:
         values = values.reshape(*sizes, self.channels)[..., :: -1 if self.images.order == "bgr" else 1]
         if self.example.is_floating_point():
             mean, std = (
-                np.resize(np.asarray(given, np.float32), self.channels)
-                for given in (self.images.mean, self.images.std)
+                np.resize(np.asarray(numbers, np.float32), self.channels)
+                for numbers in (self.images.mean, self.images.std)
             )
             values = (values / 255 - mean) / std
         arranged = values if self.last else values.transpose(2, 0, 1)
@@ -141,8 +141,8 @@ class _Arrays(Dataset[Any]):
     def __getitem__(self, index: int) -> tuple[Any, int]:
         file = self.files[index]
         try:
-            with open(file, "rb") as stream, np.load(stream, allow_pickle=False) as found:
-                arrays = {name: found[name] for name in found.files if name in self.examples}
+            with open(file, "rb") as stream, np.load(stream, allow_pickle=False) as archive:
+                arrays = {name: archive[name] for name in archive.files if name in self.examples}
         except (OSError, ValueError, EOFError, BadZipFile) as error:
             raise InputError(f"{file} cannot be read as arrays: {error}") from error
         missing = [name for name in self.examples if name not in arrays]

@@ -94,14 +94,14 @@ def load_weights(model: nn.Module, weights: Weights, classes: int | None = None)
     head += [n for n in missing if own[n].shape[:1] == (classes,) and n.rpartition(".")[0] == last]
     missing = [n for n in missing if n not in head]
     if missing:
-        found = f"; it has {_some(weights.state)}" if len(missing) > len(own) // 2 else ""
+        others_there = f"; it has {_some(weights.state)}" if len(missing) > len(own) // 2 else ""
         raise _unfit(
-            weights, model, f"{_some(missing)} {'are' if len(missing) > 1 else 'is'} not there{found}"
+            weights, model, f"{_some(missing)} {'are' if len(missing) > 1 else 'is'} not there{others_there}"
         )
     others = [n for n in wrong if n not in head]
     if others:
-        told = [f"{n} is {_shape(state[n])}, the model's {_shape(own[n])}" for n in others]
-        raise _unfit(weights, model, _some(told, "; "))
+        shapes = [f"{n} is {_shape(state[n])}, the model's {_shape(own[n])}" for n in others]
+        raise _unfit(weights, model, _some(shapes, "; "))
     bad = [n for n, v in state.items() if n in own and v.is_floating_point() and not bool(v.isfinite().all())]
     if bad:
         raise _unfit(weights, model, f"{_some(bad)} {'hold' if len(bad) > 1 else 'holds'} NaN or infinity")
@@ -145,8 +145,8 @@ def _unreadable(file: Path, error: Exception) -> str:
         return f"{file} is a TorchScript model: where it was made, save model.state_dict() instead"
     if not file.stat().st_size:
         return f"{file} is empty: save the weights again"
-    told = f"{type(error).__name__}: {text[:200]}".removesuffix(": ")
-    return f"{file} cannot be read as weights: it is cut off, or of another kind ({told})"
+    reason = f"{type(error).__name__}: {text[:200]}".removesuffix(": ")
+    return f"{file} cannot be read as weights: it is cut off, or of another kind ({reason})"
 
 
 def _found(content: Any, place: str = "") -> tuple[dict[str, Tensor] | None, str]:
@@ -179,16 +179,16 @@ def _renamed(state: Mapping[str, Tensor], own: Mapping[str, Tensor]) -> tuple[di
         for wrapper in INSIDE:
             name = name.replace(wrapper, "")
         plain[name] = value
-    best, fitting, told = plain, sum(name in own for name in plain), ""
+    best, fitting, change = plain, sum(name in own for name in plain), ""
     for prefix in _prefixes(plain, own):
         inner = {n[len(prefix) :]: v for n, v in plain.items() if n.startswith(prefix)}
         if (count := sum(name in own for name in inner)) > fitting:
-            best, fitting, told = inner, count, f"names without {prefix!r}"
+            best, fitting, change = inner, count, f"names without {prefix!r}"
     for prefix in _prefixes(own, plain):
         outer = {prefix + n: v for n, v in plain.items()}
         if (count := sum(name in own for name in outer)) > fitting:
-            best, fitting, told = outer, count, f"names with {prefix!r} in front"
-    return best, told
+            best, fitting, change = outer, count, f"names with {prefix!r} in front"
+    return best, change
 
 
 def _prefixes(longer: Mapping[str, Tensor], shorter: Mapping[str, Tensor]) -> Iterator[str]:
@@ -202,9 +202,9 @@ def _prefixes(longer: Mapping[str, Tensor], shorter: Mapping[str, Tensor]) -> It
                 yield prefix
 
 
-def _counts_classes(own: Tensor, found: Tensor, classes: int) -> bool:
+def _counts_classes(own: Tensor, stored: Tensor, classes: int) -> bool:
     """Whether the two differ only in the number of classes."""
-    return bool(own.dim() and found.dim()) and own.shape[0] == classes and own.shape[1:] == found.shape[1:]
+    return bool(own.dim() and stored.dim()) and own.shape[0] == classes and own.shape[1:] == stored.shape[1:]
 
 
 def _some(names: Any, by: str = ", ") -> str:
