@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 _PATH = sys.path[:]
 sys.path.insert(0, str(Path(__file__).parents[2] / "tools" / "bench"))
-from real import lines, pages, sounds, things  # noqa: E402
+from real import lines, pages, signs, sounds, things  # noqa: E402
 from real import run as bench  # noqa: E402
 from real.networks import Subject  # noqa: E402
 from real.report import ones, paired, wilson, write_document  # noqa: E402
@@ -61,7 +61,7 @@ def test_calibration_and_test_share_no_thing_place_or_font(folder: Path) -> None
         images, shown = part.draw(3, 5, named=True)
         again, _ = part.draw(3, 5, named=True)
         assert images.shape == (3, 3, 224, 224) and torch.equal(images, again) and "cow" not in shown
-    fonts = [set(lines.Lines(folder, part)._fonts) for part in ("calibration", "test")]
+    fonts = [set(lines.Lines(folder, part).fonts) for part in ("calibration", "test")]
     assert len(fonts[0]) == 2 and len(fonts[1]) == 1 and not fonts[0] & fonts[1]
     images, texts = lines.Lines(folder, "test").draw(2, 5)
     assert images.shape == (2, 3, 48, 320) and len(set(texts)) == 2
@@ -82,14 +82,32 @@ def test_pages_are_right_where_all_lines_are_found_and_nothing_else(folder: Path
         for left, top, end, bottom in boxes:
             assert 0 <= left < end <= 320 and 0 <= top < bottom <= 320
             page[top:bottom, left:end] = True
-    scores = torch.stack([~marked, marked], -1)[:, None].float().clamp_min(1e-8).log()
-    maps = pages.found(scores)
+    maps = pages.found(marked[:, None].float())
     assert torch.equal(maps, marked) and pages.right(truth, maps) == [True] * 4
     left, top, end, bottom = truth[1][0]
     maps[1, top:bottom, left:end] = False
     maps[2] |= torch.rand(320, 320) < 0.5
     assert pages.right(truth, maps) == [True, False, False, True]
     assert pages.agree(marked, maps) == [True, False, False, True]
+
+
+def test_characters_are_found_by_boxes_as_the_detector_tells_them(folder: Path) -> None:
+    images, truth = signs.Signs(folder, "test").draw(2, 5)
+    again, _ = signs.Signs(folder, "test").draw(2, 5)
+    assert images.shape == (2, 3, 416, 416) and torch.equal(images, again)
+    sure, offsets = torch.zeros(2, 3549), torch.zeros(2, 3549, 4)
+    for page, boxes in enumerate(truth):
+        for left, top, end, bottom in boxes.tolist():
+            x, y = (left + end) / 2 / 8, (top + bottom) / 2 / 8
+            cell = 52 * int(y) + int(x)
+            sizes = torch.tensor([(end - left) / 8, (bottom - top) / 8])
+            offsets[page, cell] = torch.cat([torch.tensor([x % 1, y % 1]), sizes.log()])
+            sure[page, cell : cell + 2] = torch.tensor([0.9, 0.2])
+    boxes = signs.found({"boxes": offsets, "sure": sure})
+    assert signs.right(truth, boxes) == [True, True] == signs.agree(truth, boxes)
+    assert_close(boxes[0].sort(0).values, truth[0].sort(0).values, "slicing")
+    fewer, more = [boxes[0][1:], boxes[1]], [boxes[0], torch.cat([boxes[1], boxes[1] + 300])]
+    assert signs.right(truth, fewer) == [False, True] and signs.right(truth, more) == [True, False]
 
 
 def test_sounds_have_the_pitch_that_is_told() -> None:
@@ -106,9 +124,9 @@ def test_sounds_have_the_pitch_that_is_told() -> None:
         best = int(lags[round(0.7 * period) : round(1.4 * period) + 1].argmax()) + round(0.7 * period)
         good += abs(best - period) <= 0.03 * period + 1
     assert good >= 36
-    scores = torch.zeros(2, 360, 2)
-    scores[0, 100, 1], scores[1, 359, 1] = 1, 1
-    found = sounds.heard(scores)
+    probabilities = torch.zeros(2, 360)
+    probabilities[0, 100], probabilities[1, 359] = 1, 1
+    found = sounds.heard(probabilities)
     assert found.tolist() == pytest.approx([3997.3794084, 9177.3794084])
     assert sounds.near([4047, 9120], found) == [True, False]
 
@@ -148,7 +166,6 @@ def arguments(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> argparse.Names
         raise RuntimeError("cannot")
 
     monkeypatch.setattr(bench, "SUBJECTS", {"small": subject})
-    monkeypatch.setattr(bench, "WORTH_IMAGES", 16)
     monkeypatch.setitem(METHODS, "Torch-Pruning", fails)
     return argparse.Namespace(
         folder=tmp_path, record=tmp_path / "record.jsonl", networks=["small"], cost="flops", targets=[0.6],
@@ -211,6 +228,7 @@ def test_the_page_tells_the_record(tmp_path: Path) -> None:
         "tests": 8,
         "group": "a",
         "size": 8,
+        "error": 0.001,
     }
     found += [{**near, "count": 4, "share": 0.5, "estimate": 0.01 * k, "measured": 0.01} for k in (1, 3)]
     write_document(found, tmp_path)
@@ -220,6 +238,7 @@ def test_the_page_tells_the_record(tmp_path: Path) -> None:
     assert "| 70% | **ours**, 64 images | 87.5 (52.9–97.8) | – | 50.0 | 0.250 ± 0.196 |" in text
     assert f"repaired (at 65%), 64 images | 75.0 (40.9–92.9) | {apart} |" in text
     assert "| 70% | Torch-Pruning, 64 images | failed |" in text and "50% are within a factor of two" in text
+    assert "and 50% of what its 95% interval allows" in text
     readme = (tmp_path / "README.md").read_text(encoding="utf-8")
     assert "| PP-OCR classifier, this library | 100.0 | 87.5 |" in readme and readme.endswith("\nb\n")
     pictures = {path.name for path in (tmp_path / "docs/results").glob("*.svg")}
