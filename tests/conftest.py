@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import functools
-import sys
+import importlib
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -35,15 +36,26 @@ def _repeatable() -> None:
     torch.manual_seed(0)
 
 
-@pytest.fixture(autouse=True)
-def _operators_listed_once() -> None:
+@pytest.fixture(autouse=True, scope="session")
+def _operators_listed_once() -> Iterator[None]:
     """torch lists the operators that it can export anew for every file, which takes as long as the export."""
-    exporter = sys.modules.get("torch.onnx._internal.exporter._registration")
-    if exporter is not None and not hasattr(exporter.ONNXRegistry.from_torchlib, "cache_info"):
-        once = functools.cache(exporter.ONNXRegistry.from_torchlib)
-        exporter.ONNXRegistry.from_torchlib = staticmethod(once)
-        utils = sys.modules["torch._export.utils"]
-        utils._materialize_cpp_cia_ops = functools.cache(utils._materialize_cpp_cia_ops)
+    plain = torch.onnx.export
+
+    def export(*given: Any, **options: Any) -> Any:
+        _list_once()
+        return plain(*given, **options)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.onnx, "export", export)
+        yield
+
+
+@functools.cache
+def _list_once() -> None:
+    utils = importlib.import_module("torch._export.utils")
+    registry = importlib.import_module("torch.onnx._internal.exporter._registration").ONNXRegistry
+    registry.from_torchlib = staticmethod(functools.cache(registry.from_torchlib))
+    utils._materialize_cpp_cia_ops = functools.cache(utils._materialize_cpp_cia_ops)
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -23,7 +23,7 @@ from smcp_fx.backends.base import BlockLatency
 from smcp_fx.backends.pytorch import TorchBackend
 from smcp_fx.cli.compile import build_parser, main
 from smcp_fx.cli.table import main as table_main
-from smcp_fx.compiler import CompileSettings, measuring
+from smcp_fx.compiler import CompileSettings, measuring, seeking
 from smcp_fx.training import TrainingLoop
 from smcp_fx.zoo.data import load_data
 
@@ -31,7 +31,12 @@ from smcp_fx.zoo.data import load_data
 @pytest.fixture(autouse=True)
 def _timed_badly(monkeypatch: pytest.MonkeyPatch) -> None:
     """A network this small is timed badly beside other tests, which is not judged but where it is meant."""
-    monkeypatch.setattr(measuring, "FAR", math.inf)
+    _judge_no_latency(monkeypatch)
+
+
+def _judge_no_latency(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(measuring, "FAR", math.inf)
+    patch.setattr(seeking, "TRIES", 1)  # a target that is missed by noise is sought no further
 
 
 #: What the shared runs below are asked for.
@@ -48,7 +53,7 @@ def finished(model_file: str, tmp_path_factory: pytest.TempPathFactory) -> Calla
     def run(asked: str) -> tuple[Path, str]:
         out = tmp_path_factory.mktemp(asked) / "out"
         with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(io.StringIO()) as shown:
-            patch.setattr(measuring, "FAR", math.inf)
+            _judge_no_latency(patch)
             compare_briefly(patch)
             assert main([*arguments(f"{model_file}:build", out, *ASKED[asked]), "--allow-missed"]) == 0
         return out, shown.getvalue()
@@ -301,7 +306,7 @@ def test_batch_norms_are_estimated_anew_before_the_file_is_written(tmp_path: Pat
     model = tmp_path / "slow.py"
     model.write_text(MODEL.replace("BatchNorm2d(16)", "BatchNorm2d(16, momentum=1e-6)"), encoding="utf-8")
     out = tmp_path / "out"
-    options = ("--target", "0.6", "--cost", "flops", "--allow-missed", *UNWRITTEN)
+    options = ("--target", "0.6", "--cost", "flops", "--epochs", "1", "--allow-missed", *UNWRITTEN)
     assert main(arguments(f"{model}:build", out, *options)) == 0
     smaller = smcp_fx.load(out / "pruned.safetensors")
     norm = smaller.get_submodule("1")
