@@ -52,17 +52,16 @@ class Reading:
         """The tensor as real numbers to compute with: classes' scores in the last dimension, or logits, or values."""
         tensor = torch.view_as_real(tensor) if tensor.is_complex() else tensor
         tensor = tensor if tensor.dtype == torch.float64 else tensor.float()
+        if self.probabilities and not _is_share(tensor):
+            what, instead = ("classes", "scores") if self.kind == "classes" else ("yes or no", "logits")
+            raise InputError(
+                f"the output {list(self.shape)} was from 0 to 1 at first, and taken for probabilities of {what}; now "
+                f"it is not, so it holds {instead}: begin with a larger batch, or give your own loss"
+            )
         if self.kind == "classes":
             tensor = tensor.movedim(self.dim, -1)
             return tensor.clamp_min(_LEAST_PROBABILITY).log() if self.probabilities else tensor
-        if self.kind == "binary" and self.probabilities:
-            if not _is_share(tensor):
-                raise InputError(
-                    f"the output {list(self.shape)} was from 0 to 1 at first, and taken for probabilities of yes or "
-                    "no; now it is not, so it holds logits: begin with a larger batch, or give your own loss"
-                )
-            return tensor.clamp(_LEAST_PROBABILITY, 1 - 1e-7).logit()
-        return tensor
+        return tensor.clamp(_LEAST_PROBABILITY, 1 - 1e-7).logit() if self.probabilities else tensor
 
     def __str__(self) -> str:
         scores = "probabilities" if self.probabilities else "scores"
@@ -273,7 +272,9 @@ def misfit(name: str, shape: tuple[int, ...], label: Tensor) -> str:
 
 
 def _is_share(tensor: Tensor) -> bool:
-    return bool((tensor >= 0).all() and (tensor <= 1).all())
+    """Is nothing below zero or above one, by more than rounding? (NaN is told elsewhere.)"""
+    slack = _SUM[torch.float32]
+    return not bool(((tensor < -slack) | (tensor > 1 + slack)).any())
 
 
 def _without(shape: tuple[int, ...], dim: int, *instead: int) -> tuple[int, ...]:

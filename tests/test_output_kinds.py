@@ -138,8 +138,11 @@ def test_spread_is_the_variance_over_images() -> None:
     torch.testing.assert_close(spread(torch.full((3, 2), 5.0)), torch.tensor(25e-4))
 
 
-def test_logits_that_looked_like_probabilities_are_told() -> None:
-    reading = read_outputs(torch.rand(4, 1), "binary")[""]
+@pytest.mark.parametrize(("kind", "instead"), [("binary", "logits"), ("classes", "scores")])
+def test_logits_that_looked_like_probabilities_are_told(kind: str, instead: str) -> None:
+    reading = read_outputs(normal(4, 2).softmax(1), kind)[""]
     assert reading.probabilities
-    with pytest.raises(InputError, match="it holds logits: begin with a larger batch"):
-        reading.scores(torch.tensor([[0.5], [1.5]]))
+    for late in ([[0.5, 1.5]], [[-0.5, 0.5]]):
+        with pytest.raises(InputError, match=f"it holds {instead}: begin with a larger batch"):
+            reading.scores(torch.tensor(late))
+    assert bool(reading.scores(torch.tensor([[torch.nan, 0.5]])).isnan().any())  # told as what it is

@@ -99,7 +99,13 @@ class Teacher:
             answers = self._answer(inputs)
         ours, total = named_tensors(answers), []
         with torch.autocast(next(iter(ours.values())).device.type if ours else "cpu", enabled=False):
-            for name, reading in self._read(answers).items():
+            read = {name: reading for name, reading in self._read(answers).items() if name in ours}
+            if not read:
+                raise InputError(
+                    f"the teacher's output holds none of {list(self.readings)}, as it did at first: name what each "
+                    "call returns, with Teacher(outputs={name: kind})"
+                )
+            for name, reading in read.items():
                 mine = self._matching(name, theirs, ours[name])
                 total.append(self._distance(reading, reading.scores(mine), reading.scores(ours[name])))
             if student is not None:

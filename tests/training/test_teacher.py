@@ -222,6 +222,19 @@ def test_probabilities_are_compared_as_such() -> None:
     assert_close(found, by_hand(theirs.mT, ours.mT, 1.0), "identity")
 
 
+def test_outputs_that_a_call_leaves_out_do_not_count() -> None:
+    class Levels(nn.Module):
+        def forward(self, x: Tensor, names: str) -> Any:
+            return dict.fromkeys(names, x)
+
+    x, y = torch.randn(2, 4, 3)
+    teacher = smcp_fx.Teacher(Levels(), outputs="values")
+    both = teacher((x, "ab"), {"a": y, "b": y})
+    assert_close(teacher((x, "b"), {"b": y}), both / 2, "identity")
+    with pytest.raises(InputError, match=r"the teacher's output holds none of \['a', 'b'\]"):
+        teacher((x, "c"), {"c": y})
+
+
 def test_the_parts_of_nested_outputs_add_up() -> None:
     class Detector(nn.Module):
         def forward(self, x: Tensor) -> Any:
