@@ -269,10 +269,10 @@ def gpu_name() -> tuple[str, str]:
     """Return the first GPU's name and its driver's version, by nvidia-smi; `BackendError` without it."""
     query = ["nvidia-smi", "--id=0", "--query-gpu=name,driver_version", "--format=csv,noheader"]
     try:
-        told = subprocess.run(query, capture_output=True, text=True, check=True, timeout=30).stdout
+        answer = subprocess.run(query, capture_output=True, text=True, check=True, timeout=30).stdout
     except (OSError, subprocess.SubprocessError) as error:
         raise BackendError(f"cannot ask nvidia-smi for the GPU's name ({error}); install a driver") from error
-    name, _, driver = told.strip().rpartition(",")
+    name, _, driver = answer.strip().rpartition(",")
     return name.strip(), driver.strip()
 
 

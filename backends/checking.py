@@ -53,11 +53,11 @@ def random_inputs(inputs: Sequence[Tensor], seed: int = 0) -> tuple[Tensor, ...]
     return tuple(out)
 
 
-def largest_difference(found: Array, expected: Array) -> tuple[float, float, float, float]:
+def largest_difference(actual: Array, expected: Array) -> tuple[float, float, float, float]:
     """Return (relative to the output's scale, absolute, value found, value expected) at the worst element."""
-    if found.size == 0:
+    if actual.size == 0:
         return 0.0, 0.0, 0.0, 0.0
-    a, b = found.astype(np.float64), expected.astype(np.float64)
+    a, b = actual.astype(np.float64), expected.astype(np.float64)
     difference = np.where(np.isfinite(a) & np.isfinite(b), np.abs(a - b), np.inf)
     worst = np.unravel_index(int(np.argmax(difference)), difference.shape)
     scale = max(float(np.max(np.abs(b[np.isfinite(b)]), initial=0.0)), 1e-12)
@@ -76,15 +76,15 @@ def compare_with_module(file: Path, model: nn.Module, examples: Sequence[tuple[T
     for seed, example in enumerate(examples):
         inputs = random_inputs(example, seed)
         # First: the module may write into its inputs.
-        found = run_session(session, dict(zip(read, to_arrays(inputs), strict=True)))
+        actual = run_session(session, dict(zip(read, to_arrays(inputs), strict=True)))
         expected = module_outputs(model, inputs)
         try:
-            compare_outputs(found, expected, written)
+            compare_outputs(actual, expected, written)
         except BackendError:
             limits = rounding(model, random_inputs(example, seed), expected)
-            if not any(limits) or len(found) != len(expected):
+            if not any(limits) or len(actual) != len(expected):
                 raise
-            for a, b, name, limit in zip(found, expected, written, limits, strict=True):
+            for a, b, name, limit in zip(actual, expected, written, limits, strict=True):
                 compare_outputs([a], [b], [name], limit=max(TOLERANCES.get(str(b.dtype), 0.0), limit))
 
 
@@ -124,7 +124,7 @@ def _nearby(tensor: Tensor, noise: Tensor) -> Tensor:
 
 
 def compare_outputs(
-    found: Sequence[Array],
+    actual: Sequence[Array],
     expected: Sequence[Array],
     names: Sequence[str],
     runtime: str = "ONNX Runtime",
@@ -134,11 +134,11 @@ def compare_outputs(
 
     ``limit``: on the difference over the output's scale; by default as the output's type is.
     """
-    if len(found) != len(expected):
+    if len(actual) != len(expected):
         raise BackendError(
-            f"{runtime} gives {len(found)} outputs, the module {len(expected)}; no file written"
+            f"{runtime} gives {len(actual)} outputs, the module {len(expected)}; no file written"
         )
-    for name, a, b in zip(names, found, expected, strict=True):
+    for name, a, b in zip(names, actual, expected, strict=True):
         if a.shape != b.shape:
             raise BackendError(
                 f"output {name!r} has shape {a.shape} in {runtime}, {b.shape} in PyTorch; no file written"

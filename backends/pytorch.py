@@ -79,11 +79,11 @@ class TorchEngine(Engine):
 
     def timer(self, inputs: Sequence[Array] | None = None) -> Timer:
         """Return a function that runs once and returns the ms it took, the device synchronised."""
-        given = self._inputs if inputs is None else [self._given(torch.as_tensor(a)) for a in inputs]
+        tensors = self._inputs if inputs is None else [self._given(torch.as_tensor(a)) for a in inputs]
         if self._device.type == "cuda":
-            return self._cuda_timer(given)
+            return self._cuda_timer(tensors)
 
-        run = stopwatch(lambda: self._forward(given))
+        run = stopwatch(lambda: self._forward(tensors))
 
         def once() -> float:
             with self._running():

@@ -35,15 +35,15 @@ def batch_axes(inputs: Sequence[Tensor]) -> Axes:
 def image_axes(model: nn.Module, inputs: Sequence[Tensor]) -> Axes | None:
     """The batch, and the sides of images, or of volumes, if those of an output follow them; None if none does."""
     sides: dict[str, int] = {}
-    found = batch_axes(inputs)
+    opened = batch_axes(inputs)
     for place, tensor in enumerate(inputs):
         for axis, name in enumerate(_OF_IMAGES.get(tensor.dim(), ()), 2):
             if sides.setdefault(name, tensor.shape[axis]) != tensor.shape[axis]:
                 name = f"{name}_{place}"
-            found[place][axis] = name
+            opened[place][axis] = name
     if not sides:
         return None
-    open_sides = tuple({a: n for a, n in axes.items() if a} for axes in found)
+    open_sides = tuple({a: n for a, n in axes.items() if a} for axes in opened)
     with torch.no_grad(), eval_mode(model):
         other = next(other_sizes(model, inputs, open_sides), None)
         if other is None:
@@ -52,7 +52,7 @@ def image_axes(model: nn.Module, inputs: Sequence[Tensor]) -> Axes | None:
     batch = inputs[0].shape[:1]
     if any(a[:1] == batch != b[:1] for a, b in zip(*shapes, strict=False)):
         return None  # reshapes to [-1, ...] took more positions for more samples
-    return found if shapes[0] != shapes[1] else None
+    return opened if shapes[0] != shapes[1] else None
 
 
 def given_axes(
@@ -63,21 +63,21 @@ def given_axes(
     outputs: Sequence[str] | None,
 ) -> Axes:
     """Axes as a user gives them; `InputError` where one is not there. Those of outputs follow from the inputs'."""
-    known = [str(name) for name in names or inspect.signature(model.forward).parameters][: len(inputs)]
-    found: Axes = tuple({} for _ in inputs)
+    ports = [str(name) for name in names or inspect.signature(model.forward).parameters][: len(inputs)]
+    opened: Axes = tuple({} for _ in inputs)
     sizes: dict[str, tuple[int, str]] = {}
     if not isinstance(given, Mapping):
         raise InputError(
             f"dynamic_axes must be a dict by input, as {{'x': {{0: 'batch', 2: 'height'}}}}, not {given!r}"
         )
     for key, axes in given.items():
-        place = known.index(key) if key in known else key
+        place = ports.index(key) if key in ports else key
         if key in (outputs or ()):
             continue
         if not isinstance(place, int) or isinstance(place, bool) or not 0 <= place < len(inputs):
             raise InputError(
                 f"dynamic_axes: the model has no input {key!r}; give "
-                f"{', '.join(map(repr, known))}, or a place from 0 to {len(inputs) - 1} (axes of outputs follow; "
+                f"{', '.join(map(repr, ports))}, or a place from 0 to {len(inputs) - 1} (axes of outputs follow; "
                 "output_names= names these)"
             )
         if isinstance(axes, (str, int)) or not isinstance(axes, (Mapping, Sequence)):
@@ -101,11 +101,11 @@ def given_axes(
                     f"dynamic_axes: {name!r} is {size} in {where} and {shape[axis]} in {key!r}: axes of one name "
                     "have one size; give them two names"
                 )
-            if found[place].setdefault(axis % len(shape), name) != name:
+            if opened[place].setdefault(axis % len(shape), name) != name:
                 raise InputError(
-                    f"dynamic_axes[{key!r}][{axis}] names an axis again that is {found[place][axis % len(shape)]!r}"
+                    f"dynamic_axes[{key!r}][{axis}] names an axis again that is {opened[place][axis % len(shape)]!r}"
                 )
-    return found
+    return opened
 
 
 def other_sizes(model: nn.Module, inputs: Sequence[Tensor], axes: Axes) -> Iterator[tuple[Tensor, ...]]:
@@ -137,14 +137,14 @@ def other_sizes(model: nn.Module, inputs: Sequence[Tensor], axes: Axes) -> Itera
 
 def resized(inputs: Sequence[Tensor], axes: Axes, sizes: Mapping[str, int]) -> tuple[Tensor, ...]:
     """The inputs with these sizes on their open axes: cut off, or begun again from the start."""
-    found = []
+    tensors = []
     for tensor, own in zip(inputs, axes, strict=True):
         for axis, name in own.items():
             if name in sizes:
                 places = torch.arange(sizes[name], device=tensor.device) % tensor.shape[axis]
                 tensor = tensor.index_select(axis, places)
-        found.append(tensor)
-    return tuple(found)
+        tensors.append(tensor)
+    return tuple(tensors)
 
 
 def _copies(inputs: Sequence[Tensor]) -> Any:

@@ -94,10 +94,10 @@ def _derive(seen: dict[Shape, BlockShapes], widths: Shape) -> BlockShapes | None
     coefficients = np.linalg.lstsq(design, sizes, rcond=None)[0]
     if np.abs(design @ coefficients - sizes).max() > 1e-6:
         return None
-    found = np.array([1, *widths]) @ coefficients
-    if np.abs(found - np.round(found)).max() > 1e-6 or found.min() < 1 - 1e-6:
+    predicted = np.array([1, *widths]) @ coefficients
+    if np.abs(predicted - np.round(predicted)).max() > 1e-6 or predicted.min() < 1 - 1e-6:
         return None
-    return first.with_numbers([int(size) for size in np.round(found)])
+    return first.with_numbers([int(size) for size in np.round(predicted)])
 
 
 def _built(block: Block, widths: Shape) -> BlockShapes:
@@ -142,10 +142,10 @@ def structure_key(module: nn.Module, inputs: tuple[Tensor, ...], signature: str)
     number = {node: index for index, node in enumerate(module.graph.nodes)}
     modules = {path: f"m{index}" for index, path in enumerate(module_paths(module))}
     for node in module.graph.nodes:
-        given = node.args
+        operands = node.args
         if (sizes := _sizes_of(node)) is not None:
-            given = (given[0], f"{len(sizes)} parts", *given[2:])
-        arguments = fx.map_arg((given, tuple(node.kwargs.items())), lambda n: f"%{number[n]}")
+            operands = (operands[0], f"{len(sizes)} parts", *operands[2:])
+        arguments = fx.map_arg((operands, tuple(node.kwargs.items())), lambda n: f"%{number[n]}")
         if node.op == "placeholder":
             lines.append("input")
         elif node.op == "call_module":
@@ -160,14 +160,14 @@ def moves_of(module: nn.Module) -> tuple[tuple[int, ...], ...]:
     """Return the channels that each ``index_select`` of a graph module fetches, and each split's sizes, in order."""
     if not isinstance(module, fx.GraphModule):
         return ()
-    found = []
+    moves = []
     for node in module.graph.nodes:
         sizes = _sizes_of(node)
         if sizes is not None:
-            found.append(sizes)
+            moves.append(sizes)
         elif node.target is torch.index_select and len(node.args) == 3 and _is_attribute(node.args[2]):
-            found.append(tuple(attrgetter(str(node.args[2].target))(module).flatten().tolist()))
-    return tuple(found)
+            moves.append(tuple(attrgetter(str(node.args[2].target))(module).flatten().tolist()))
+    return tuple(moves)
 
 
 def _is_attribute(argument: object) -> bool:
@@ -202,7 +202,7 @@ def _describe(module: nn.Module) -> str:
         depthwise = constants["groups"] == getattr(module, "in_channels", None)
         constants["groups"] = "depthwise" if depthwise else constants["groups"]
     parameters = sorted(name for name, _ in module.named_parameters())
-    known = constants or any(hasattr(module, name) for name in _WIDTH_NAMES)
-    if not known or next(module.children(), None) is not None:
+    described = constants or any(hasattr(module, name) for name in _WIDTH_NAMES)
+    if not described or next(module.children(), None) is not None:
         return f"{type(module).__qualname__} {module!r} {parameters}"
     return f"{type(module).__qualname__} {sorted(constants.items())} {parameters}"

@@ -56,11 +56,11 @@ class CalibratedBackend(Backend):
         if not self.calibrated:
             return {}
         ranges = self._ranges(export_model_proto(module, example_inputs, opset=self.opset))
-        expected, found = self._outputs(ranges.model, self._batches[:1]), dict[str, float]()
+        expected, errors = self._outputs(ranges.model, self._batches[:1]), dict[str, float]()
         for name in self._quantiser.layers_of(ranges.model):
             alone = ranges.quantised(only=[name])
-            found[name] = _error(self._outputs(alone, self._batches[:1]), expected)
-        return dict(sorted(found.items(), key=lambda pair: -pair[1]))
+            errors[name] = _error(self._outputs(alone, self._batches[:1]), expected)
+        return dict(sorted(errors.items(), key=lambda pair: -pair[1]))
 
     def _quantised(self, model: onnx.ModelProto) -> tuple[onnx.ModelProto, tuple[str, ...]]:
         """Return a float model in INT8, and remarks on what stays in float."""
@@ -73,8 +73,8 @@ class CalibratedBackend(Backend):
         if not set(layers) - self._kept:
             raise BackendError("no layer of this network can be quantised: compile it in float")
         others = self._quantiser.left_in_float(model, self.scheme)
-        told = ", ".join(f"{operation} ({times})" for operation, times in others.items())
-        remark = (f"INT8: the quantiser leaves these operations in float32: {told}",) if told else ()
+        listed = ", ".join(f"{operation} ({times})" for operation, times in others.items())
+        remark = (f"INT8: the quantiser leaves these operations in float32: {listed}",) if listed else ()
         return self._ranges(model).quantised(keep=sorted(self._kept)), remark
 
     def _outputs(self, model: onnx.ModelProto, inputs: Sequence[Array]) -> list[Array]:
@@ -89,7 +89,7 @@ class CalibratedBackend(Backend):
         return self._quantiser.Ranges(model, self._batches, self.scheme)
 
 
-def _error(found: Sequence[Array], expected: Sequence[Array]) -> float:
+def _error(actual: Sequence[Array], expected: Sequence[Array]) -> float:
     """Return the root mean square of the differences, as a share of that of what is expected."""
-    off = sum(float(np.square(a - b).sum()) for a, b in zip(found, expected, strict=True))
+    off = sum(float(np.square(a - b).sum()) for a, b in zip(actual, expected, strict=True))
     return float(np.sqrt(off / max(sum(float(np.square(b).sum()) for b in expected), 1e-30)))

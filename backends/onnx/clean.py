@@ -35,11 +35,11 @@ def _drop_traces(model: onnx.ModelProto) -> bool:
 
 def constant_tensors(graph: onnx.GraphProto) -> dict[str, onnx.TensorProto]:
     """Return the tensors that are constant, by name."""
-    found = {tensor.name: tensor for tensor in graph.initializer}
+    tensors = {tensor.name: tensor for tensor in graph.initializer}
     for node in graph.node:
         if node.op_type == "Constant":
-            found.update((node.output[0], a.t) for a in node.attribute if a.name == "value")
-    return found
+            tensors.update((node.output[0], a.t) for a in node.attribute if a.name == "value")
+    return tensors
 
 
 def tensor_types(graph: onnx.GraphProto) -> dict[str, onnx.TypeProto.Tensor]:
@@ -81,12 +81,12 @@ def _guard_padding(model: onnx.ModelProto) -> bool:
         mode = next((a.s for a in node.attribute if a.name == "mode"), b"constant")
         if node.op_type != "Pad" or mode != b"constant" or pooled.isdisjoint(node.output):
             continue
-        given = node.input[2] if len(node.input) > 2 else ""
-        if given:
-            zero = numpy_helper.to_array(constants[given]) if given in constants else None
+        value = node.input[2] if len(node.input) > 2 else ""
+        if value:
+            zero = numpy_helper.to_array(constants[value]) if value in constants else None
         else:
-            known = types.get(node.output[0]) or types.get(node.input[0])
-            zero = None if known is None else np.zeros((), helper.tensor_dtype_to_np_dtype(known.elem_type))
+            info = types.get(node.output[0]) or types.get(node.input[0])
+            zero = None if info is None else np.zeros((), helper.tensor_dtype_to_np_dtype(info.elem_type))
         if zero is None or zero.dtype.kind != "f" or any(zero.tobytes()):
             continue
         name = f"{node.output[0]}.zero"

@@ -91,8 +91,8 @@ def export_onnx(
         check_replaceable(path)
     except OSError as error:
         raise BackendError(f"cannot write {path}: {error.strerror}") from error
-    model, inputs, known = flattened(model, example_inputs)
-    names = known if input_names is None else input_names
+    model, inputs, own_names = flattened(model, example_inputs)
+    names = own_names if input_names is None else input_names
     with eval_mode(model):
         model, fields = returning_tensors(model, inputs)
     output_names = fields if output_names is None else output_names
@@ -215,11 +215,11 @@ def _model_proto(
         name_axes(proto, axes)
         if opset < _EXPORTER_OPSET:
             proto = lower_opset(proto)
-    found = next(entry.version for entry in proto.opset_import if entry.domain in ("", "ai.onnx"))
-    if found != opset:
+    written = next(entry.version for entry in proto.opset_import if entry.domain in ("", "ai.onnx"))
+    if written != opset:
         raise BackendError(
-            f"the network cannot be written in ONNX opset {opset}: the exporter stayed at {found}; "
-            f"pass opset={found}"
+            f"the network cannot be written in ONNX opset {opset}: the exporter stayed at {written}; "
+            f"pass opset={written}"
         )
     return proto
 
@@ -252,7 +252,7 @@ def as_tuple(example_inputs: Tensor | tuple[Tensor, ...]) -> tuple[Tensor, ...]:
 
 
 def _export_program(model: nn.Module, inputs: tuple[Tensor, ...], axes: Axes) -> torch.export.ExportedProgram:
-    given = [tuple(tensor.shape) for tensor in inputs]
+    shapes_of = [tuple(tensor.shape) for tensor in inputs]
     # A batch is of any size; of others, networks may ask for multiples.
     dims: dict[str, Any] = {
         name: torch.export.Dim(name) if name == "batch" else torch.export.Dim.DYNAMIC
@@ -277,19 +277,19 @@ def _export_program(model: nn.Module, inputs: tuple[Tensor, ...], axes: Axes) ->
     except SmcpError:
         raise
     except Exception as error:
-        _require_runs(model, inputs, given)
+        _require_runs(model, inputs, shapes_of)
         by_values = isinstance(error, GuardOnDataDependentSymNode)
         cure = (
             " Its Python asks for values of tensors, which a file cannot hold: export the parts, such as "
             "export_onnx(smaller.body, ...)."
         )
         raise BackendError(
-            f"torch.export cannot capture {type(model).__name__} on inputs of shapes {given}: {first_line(error)}"
+            f"torch.export cannot capture {type(model).__name__} on inputs of shapes {shapes_of}: {first_line(error)}"
             f"{cure if by_values else _fewer(axes)}"
         ) from error
 
 
-def _require_runs(model: nn.Module, inputs: tuple[Tensor, ...], given: list[tuple[int, ...]]) -> None:
+def _require_runs(model: nn.Module, inputs: tuple[Tensor, ...], shapes: list[tuple[int, ...]]) -> None:
     """Raise `InputError` where the model does not take inputs like the ``given`` ones, and its errors of the call."""
     try:
         model(*(tensor.clone() for tensor in inputs))
@@ -297,7 +297,7 @@ def _require_runs(model: nn.Module, inputs: tuple[Tensor, ...], given: list[tupl
         raise
     except Exception as error:
         raise InputError(
-            f"{type(model).__name__} does not run on example inputs of shapes {given}: {first_line(error)}"
+            f"{type(model).__name__} does not run on example inputs of shapes {shapes}: {first_line(error)}"
         ) from error
 
 

@@ -46,16 +46,16 @@ def name_values(proto: onnx.ModelProto, inputs: Sequence[str] | None, outputs: S
             present = ", ".join(value.name for value in values)
             raise InputError(f"{kind}_names must be {len(values)} names, for {present}; not {names!r}")
         new |= {value.name: str(name) for value, name in zip(values, names, strict=True)}
-    given = set(new.values())
-    if len(given) < len(new):
+    chosen = set(new.values())
+    if len(chosen) < len(new):
         raise InputError(
             f"names of inputs and outputs must be unique in the file; {list(new.values())} are not"
         )
     parts = list(_graphs(graph))
     taken = {name for part in parts for node in part.node for name in (*node.input, *node.output)}
     taken |= {tensor.name for part in parts for tensor in part.initializer}
-    for name in (given & taken) - new.keys():
-        new[name] = free_name(name, taken | given)
+    for name in (chosen & taken) - new.keys():
+        new[name] = free_name(name, taken | chosen)
     for part in parts:
         for node in part.node:
             node.input[:] = [new.get(name, name) for name in node.input]

@@ -61,11 +61,11 @@ def _since(operation: str, opset: int) -> int:
 def _lower_reduction(node: onnx.NodeProto, graph: onnx.GraphProto) -> None:
     if node.op_type == "ReduceSum":  # its axes have been an input since 13
         return
-    given = [name for name in node.input[1:] if name]
+    inputs = [name for name in node.input[1:] if name]
     noop = _attribute(node, "noop_with_empty_axes")
     _drop_attributes(node, "noop_with_empty_axes")
-    if given:
-        axes = _constant(node, graph, given[0])
+    if inputs:
+        axes = _constant(node, graph, inputs[0])
         node.attribute.append(helper.make_attribute("axes", [int(axis) for axis in axes.reshape(-1)]))
         del node.input[1:]
     elif noop:
@@ -96,9 +96,9 @@ def _lower_pad(node: onnx.NodeProto, graph: onnx.GraphProto) -> None:
         raise _refused(f"{node.name!r}: Pad of a tensor of unknown rank")
     rank = len(source.shape.dim)
     axes = [int(axis) % rank for axis in _constant(node, graph, node.input[3]).reshape(-1)]
-    given = _constant(node, graph, node.input[1]).reshape(2, -1)
+    amounts = _constant(node, graph, node.input[1]).reshape(2, -1)
     pads = np.zeros((2, rank), np.int64)
-    pads[:, axes] = given
+    pads[:, axes] = amounts
     node.input[1] = _add_constant(graph, f"{node.output[0]}_pads", [int(pad) for pad in pads.reshape(-1)])
     del node.input[3:]
 
@@ -132,10 +132,10 @@ def _drop_attributes(node: onnx.NodeProto, *names: str) -> None:
 def _constant(
     node: onnx.NodeProto, graph: onnx.GraphProto, name: str
 ) -> np.ndarray[tuple[int, ...], np.dtype[np.int64]]:
-    found = constant_tensors(graph).get(name)
-    if found is None:
+    tensor = constant_tensors(graph).get(name)
+    if tensor is None:
         raise _refused(f"{node.name!r}: {node.op_type} with computed axes or sizes")
-    return np.asarray(numpy_helper.to_array(found), dtype=np.int64)
+    return np.asarray(numpy_helper.to_array(tensor), dtype=np.int64)
 
 
 def _add_constant(graph: onnx.GraphProto, name: str, values: list[int]) -> str:

@@ -76,8 +76,8 @@ class ProcessorBackend(CalibratedBackend):
         if self.writer is None:
             return export_onnx(module, example_inputs, path, opset=self.opset)
         half = self.precision == "fp32"
-        found: Path = self.writer.write(module, example_inputs, Path(path), self.opset, half)
-        return found
+        file: Path = self.writer.write(module, example_inputs, Path(path), self.opset, half)
+        return file
 
     def _quantised_file(self, path: Path) -> tuple[str, ...]:
         """Quantise a float file in its place, for INT8; return the remarks."""

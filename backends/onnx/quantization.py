@@ -43,8 +43,8 @@ _BYTES = ("avx512_vnni", "avx_vnni", "amx_int8", "asimddp", "i8mm")
 
 def without_instructions() -> str:
     """Return a sentence where this processor has no instructions for bytes; nothing where it has, or does not say."""
-    told = _CPU_INFO.read_text() if _CPU_INFO.exists() else ""
-    lines = (line.partition(":") for line in told.splitlines())
+    text = _CPU_INFO.read_text() if _CPU_INFO.exists() else ""
+    lines = (line.partition(":") for line in text.splitlines())
     flags = {
         flag for name, _, value in lines if name.strip() in ("flags", "Features") for flag in value.split()
     }
@@ -165,16 +165,16 @@ def _quantised(
             quantiser.quantize_model()
     except Exception as error:
         raise BackendError(f"ONNX Runtime's quantiser fails on this network: {error}") from error
-    found: onnx.ModelProto = quantiser.model.model
-    scheme.finish(found.graph)
+    result: onnx.ModelProto = quantiser.model.model
+    scheme.finish(result.graph)
     quantiser.model.topological_sort()  # it appends what it makes; ONNX wants nodes in order
-    return found
+    return result
 
 
 def left_in_float(model: onnx.ModelProto, scheme: Scheme = PROCESSOR) -> dict[str, int]:
     """Return the operations of a float model that stay as they are, and how often each stands."""
-    known = {*(scheme.operations or OPERATIONS), *scheme.fused, *_BOOKKEEPING}
-    others = Counter(node.op_type for node in model.graph.node if node.op_type not in known)
+    quantisable = {*(scheme.operations or OPERATIONS), *scheme.fused, *_BOOKKEEPING}
+    others = Counter(node.op_type for node in model.graph.node if node.op_type not in quantisable)
     return dict(others.most_common())
 
 

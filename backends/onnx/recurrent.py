@@ -70,10 +70,10 @@ class WholeRecurrentLayers(TorchFunctionMode):
                 "that, or export what stands before and behind"
             )
         states = list(states) if kind == "lstm" else [states]
-        found = torch.ops.smcp_fx.recurrent(
+        outputs = torch.ops.smcp_fx.recurrent(
             x, states, list(weights), kind, biases, layers, bidirectional, batch_first
         )
-        return tuple(found)
+        return tuple(outputs)
 
 
 def _translated(
@@ -96,7 +96,7 @@ def _translated(
     def both(parts: list[Any]) -> Any:
         return op.Concat(*(op.Unsqueeze(part, [0]) for part in parts), axis=0)
 
-    given = [None if _is_zeros(state) else state for state in states]
+    set_states = [None if _is_zeros(state) else state for state in states]
     ends: list[list[Any]] = [[] for _ in states]
     each = 4 if biases else 2
     y = op.Transpose(x, perm=[1, 0, 2]) if batch_first else x
@@ -107,7 +107,7 @@ def _translated(
         ]
         bias = both([op.Concat(*parts[2:], axis=0) for parts in own]) if biases else None
         begin = [layer * directions], [(layer + 1) * directions], [0]
-        starts = [None if state is None else op.Slice(state, *begin) for state in given]
+        starts = [None if state is None else op.Slice(state, *begin) for state in set_states]
         y, *last = getattr(op, operator)(
             y, both([parts[0] for parts in own]), both([parts[1] for parts in own]), bias, None, *starts,
             hidden_size=weights[1].shape[1], direction=direction, **attributes,
@@ -142,7 +142,7 @@ def _is_zeros(state: Any) -> bool:
 def fold_weights(model: onnx.ModelProto) -> None:
     """Compute what recurrent operators read of parameters alone; name them by module and layer (``rnn.l0``)."""
     graph = model.graph
-    known, origin = constant_tensors(graph), {tensor.name: tensor.name for tensor in graph.initializer}
+    tensors, origin = constant_tensors(graph), {tensor.name: tensor.name for tensor in graph.initializer}
     wanted: set[str] = set()
     taken = {node.name for node in graph.node}
     for node in reversed(graph.node):
@@ -156,11 +156,11 @@ def fold_weights(model: onnx.ModelProto) -> None:
             if name not in taken:  # a layer may be called twice
                 node.name = name
                 taken.add(name)
-        if not wanted & set(node.output) or not node.input or not known.keys() >= set(node.input):
+        if not wanted & set(node.output) or not node.input or not tensors.keys() >= set(node.input):
             continue
-        given = {name: numpy_helper.to_array(known[name]) for name in node.input}
-        for name, value in zip(node.output, ReferenceEvaluator(node).run(None, given), strict=True):
-            known[name] = numpy_helper.from_array(np.ascontiguousarray(value), name)
+        values = {name: numpy_helper.to_array(tensors[name]) for name in node.input}
+        for name, value in zip(node.output, ReferenceEvaluator(node).run(None, values), strict=True):
+            tensors[name] = numpy_helper.from_array(np.ascontiguousarray(value), name)
             origin[name] = origin.get(node.input[0], "")
-            graph.initializer.append(known[name])
+            graph.initializer.append(tensors[name])
         graph.node.remove(node)

@@ -47,16 +47,16 @@ def export_side_by_side(
     all inputs and outputs.
     """
     parts, counts = [module for module, _ in modules], [len(inputs) for _, inputs in modules]
-    given = tuple(tensor for _, inputs in modules for tensor in inputs)
-    whole = export_model_proto(Combined(parts, counts), given, opset=opset, dynamic_batch=False)
+    tensors = tuple(tensor for _, inputs in modules for tensor in inputs)
+    whole = export_model_proto(Combined(parts, counts), tensors, opset=opset, dynamic_batch=False)
     ends = list(whole.graph.input), list(whole.graph.output)
     if (len(ends[0]), len(ends[1])) != (sum(counts), sum(outputs)):
         raise BackendError("the export of several modules lacks some of their inputs or outputs")
-    found, first, last = [], 0, 0
+    models, first, last = [], 0, 0
     for count, returned in zip(counts, outputs, strict=True):
-        found.append(_cut_out(whole, ends[0][first : first + count], ends[1][last : last + returned]))
+        models.append(_cut_out(whole, ends[0][first : first + count], ends[1][last : last + returned]))
         first, last = first + count, last + returned
-    return found
+    return models
 
 
 def _cut_out(

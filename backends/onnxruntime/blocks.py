@@ -72,10 +72,10 @@ def measure_block(
     count, least = multiply_adds(model), least_ms(model, threads) if written is None else 0.0
     block = BlockInContext.of(model, read_before, fed_by, written)
     # The profiler's clock may round a time down.
-    found = steadiest(
+    latency = steadiest(
         lambda: _attempt(block, threads, spinning, config), config.attempts, count, least - RESOLUTION_MS
     )
-    return replace(found, pace_ms=pace().usual_ms if threads == 1 else 0.0)
+    return replace(latency, pace_ms=pace().usual_ms if threads == 1 else 0.0)
 
 
 def _attempt(
@@ -91,8 +91,8 @@ def _attempt(
         runs.take_hot(config)
         runs.take_cold(config, code_warmer(threads, spinning))  # last, as a session's first runs are slower
         timed = range(warm, warm + len(runs.samples))
-        found = profiler.runs(timed)
-    profiles = [found[index] for index in timed]
+        by_run = profiler.runs(timed)
+    profiles = [by_run[index] for index in timed]
     hot, cold = _block_samples(block, runs, profiles, node_ms)
     if not any(hot) or not any(cold):
         return None
@@ -116,10 +116,10 @@ def _block_samples(
     beside = [sum(node.ms for node in nodes) - ms for nodes, ms in zip(profiles, own, strict=True)]
     calm_beside = [ms for ms, sample in zip(beside, runs.samples, strict=True) if not sample.disturbed]
     usual = float(np.median(calm_beside)) if calm_beside else None
-    found: dict[str, list[Sample | None]] = {"hot": [], "cold": []}
+    by_state: dict[str, list[Sample | None]] = {"hot": [], "cold": []}
     for ms, rest, (_, state, sample) in zip(own, beside, taken, strict=True):
-        found[state].append(sample_of_block(ms, rest, sample, usual))
-    return found["hot"], found["cold"]
+        by_state[state].append(sample_of_block(ms, rest, sample, usual))
+    return by_state["hot"], by_state["cold"]
 
 
 def _summary(runs: list[Sample | None], few: int, spread_limit: float, least_ms: float) -> Measurement:
@@ -129,6 +129,7 @@ def _summary(runs: list[Sample | None], few: int, spread_limit: float, least_ms:
     than half of their samples disturbed were off by over a fifth in 22% of cases, the others in at most 2%.
     """
     samples = [sample for sample in runs if sample]
-    found = summarise(calm(samples, few), spread_limit, RESOLUTION_MS)
+    summary = summarise(calm(samples, few), spread_limit, RESOLUTION_MS)
     mostly = 2 * sum(not sample.disturbed for sample in samples) >= len(runs)
-    return replace(found, median_ms=max(found.median_ms, least_ms, LEAST_MS), stable=found.stable and mostly)
+    median = max(summary.median_ms, least_ms, LEAST_MS)
+    return replace(summary, median_ms=median, stable=summary.stable and mostly)

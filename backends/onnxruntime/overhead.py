@@ -61,11 +61,11 @@ def overhead(threads: int = 1, spinning: bool = True) -> Overhead:
     """
     key, now = (threads, spinning), time.monotonic()
     if key not in _known or now >= _known[key][0]:
-        found, calm_rounds = _measured(threads, spinning)
+        measured, calm_rounds = _measured(threads, spinning)
         if key in _known:
             before = _known[key][1]
-            found = found if found.node_ms < _FASTER * before.node_ms else before
-        _known[key] = time.monotonic() + (_AGAIN_S if calm_rounds else _AGAIN_DISTURBED_S), found
+            measured = measured if measured.node_ms < _FASTER * before.node_ms else before
+        _known[key] = time.monotonic() + (_AGAIN_S if calm_rounds else _AGAIN_DISTURBED_S), measured
     return _known[key][1]
 
 

@@ -90,14 +90,14 @@ def _nodes(events: Sequence[str], known: list[tuple[str, NodeTime]]) -> list[Nod
     """
     nodes = []
     for position, line in enumerate(events):
-        found = _EVENT.search(line)
-        if found is not None and position < len(known) and known[position][0] == found[2]:
+        match = _EVENT.search(line)
+        if match is not None and position < len(known) and known[position][0] == match[2]:
             same = known[position][1]
-            node = NodeTime(same.name, same.operation, same.output_shapes, int(found[1]) / 1e3)
+            node = NodeTime(same.name, same.operation, same.output_shapes, int(match[1]) / 1e3)
         else:
             node = _node(line)
-            if found is not None and position == len(known):
-                known.append((found[2], node))
+            if match is not None and position == len(known):
+                known.append((match[2], node))
         nodes.append(node)
     return nodes
 

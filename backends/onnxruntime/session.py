@@ -69,8 +69,8 @@ def create_session(
     try:
         return ort.InferenceSession(source, options, providers=[PROVIDERS[device]])
     except Exception as error:
-        what = str(model) if isinstance(model, Path) else "the model"
-        raise BackendError(f"ONNX Runtime {ort.__version__} refuses {what}: {error}") from error
+        name = str(model) if isinstance(model, Path) else "the model"
+        raise BackendError(f"ONNX Runtime {ort.__version__} refuses {name}: {error}") from error
 
 
 def run_session(session: ort.InferenceSession, feed: Mapping[str, NDArray[Any]]) -> list[NDArray[Any]]:

@@ -164,9 +164,9 @@ class OpenVINOBackend(ProcessorBackend):
 
     def _compare(self, engine: Engine, module: nn.Module, examples: tuple[Tensor, ...]) -> None:
         inputs = random_inputs(examples)
-        found = engine.run(to_arrays(inputs))  # first: the module may write into its inputs
-        names = [f"output {index}" for index in range(len(found))]
-        compare_outputs(found, module_outputs(module, inputs), names, "OpenVINO", TOLERANCES[self.precision])
+        actual = engine.run(to_arrays(inputs))  # first: the module may write into its inputs
+        names = [f"output {index}" for index in range(len(actual))]
+        compare_outputs(actual, module_outputs(module, inputs), names, "OpenVINO", TOLERANCES[self.precision])
 
 
 def _pair(onnx_file: Path) -> tuple[Path, Path]:

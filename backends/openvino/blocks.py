@@ -110,8 +110,8 @@ def measure_block(
         )
         return None if hot is None or cold is None else (hot, cold)
 
-    found = steadiest(attempt, config.attempts, count, least)
-    return replace(found, pace_ms=pace().usual_ms if threads == 1 else 0.0)
+    latency = steadiest(attempt, config.attempts, count, least)
+    return replace(latency, pace_ms=pace().usual_ms if threads == 1 else 0.0)
 
 
 def _measured(
@@ -152,13 +152,13 @@ def _measured(
             history, [place for place, sample in enumerate(runs.samples) if not sample.disturbed]
         )
         ms, walls = parts.ms(spent, node_ms, state), float(np.mean([sample.ms for sample in still]))
-        told = [Sample(ms * sample.ms / walls) for sample in still]
+        samples = [Sample(ms * sample.ms / walls) for sample in still]
     else:
-        told = _disturbed(history, runs.samples, parts, node_ms, state)
-    if not told:
+        samples = _disturbed(history, runs.samples, parts, node_ms, state)
+    if not samples:
         return None
-    found = summarise(told, spread)
-    return replace(found, median_ms=max(found.median_ms, LEAST_MS), stable=found.stable and mostly)
+    summary = summarise(samples, spread)
+    return replace(summary, median_ms=max(summary.median_ms, LEAST_MS), stable=summary.stable and mostly)
 
 
 def _disturbed(
@@ -175,11 +175,11 @@ def _disturbed(
     beside = [sum(each.values()) - copies * ms for each, ms in zip(spent, own, strict=True)]
     calm_beside = [ms for ms, sample in zip(beside, samples, strict=True) if not sample.disturbed]
     usual = float(np.median(calm_beside)) if calm_beside else None
-    told = (
+    rescaled = (
         sample_of_block(copies * ms, rest, sample, usual)
         for ms, rest, sample in zip(own, beside, samples, strict=True)
     )
-    return [replace(sample, ms=sample.ms / copies) for sample in told if sample is not None]
+    return [replace(sample, ms=sample.ms / copies) for sample in rescaled if sample is not None]
 
 
 def spent_in(history: Sequence[Mapping[str, float]], places: Collection[int]) -> dict[str, float]:

@@ -93,16 +93,16 @@ class Session:
         shapes: Sequence[Sequence[int]] = (),
         counts: bool = False,
     ) -> None:
-        what = str(model) if isinstance(model, Path) else "the model"
+        name = str(model) if isinstance(model, Path) else "the model"
         try:
             network = core().read_model(model)
             if shapes:
                 network.reshape(dict(zip(network.inputs, map(list, shapes), strict=True)))
-            given = {**properties(threads, precision), "PERF_COUNT": counts}
-            self._compiled = core().compile_model(network, "CPU", given)
+            options = {**properties(threads, precision), "PERF_COUNT": counts}
+            self._compiled = core().compile_model(network, "CPU", options)
             self._request = self._compiled.create_infer_request()
         except Exception as error:
-            raise BackendError(f"OpenVINO {version()} refuses {what}: {error}") from error
+            raise BackendError(f"OpenVINO {version()} refuses {name}: {error}") from error
         self.input_names = [_name(port, f"input {i}") for i, port in enumerate(network.inputs)]
         self.output_names = [_name(port, f"output {i}") for i, port in enumerate(network.outputs)]
         self._held: list[Array] = []  # the request reads these where they are
@@ -133,10 +133,10 @@ class Session:
         """Run once and return the outputs, in order; `BackendError` with the inputs' shapes where that fails."""
         try:
             self.run()
-            found = [self._request.get_output_tensor(i) for i in range(len(self.output_names))]
+            tensors = [self._request.get_output_tensor(i) for i in range(len(self.output_names))]
         except Exception as error:
             raise BackendError(f"OpenVINO failed on {_shapes(self._held)}: {error}") from error
-        return [np.array(tensor.data) for tensor in found]
+        return [np.array(tensor.data) for tensor in tensors]
 
     def spent(self) -> dict[str, float]:
         """Return the ms that each node took in all runs so far; 0 where it was folded into another."""
@@ -152,25 +152,25 @@ class Session:
         """Return the nodes as they run, in order."""
         ordered = []
         for node in self._compiled.get_runtime_model().get_ordered_ops():
-            told = node.get_rt_info()
-            layers = tuple(filter(None, _text(told, "originalLayersNames").split(",")))
+            info = node.get_rt_info()
+            layers = tuple(filter(None, _text(info, "originalLayersNames").split(",")))
             readers = tuple(
                 port.get_node().get_friendly_name()
                 for output in node.outputs()
                 for port in output.get_target_inputs()
             )
-            place = _text(told, "execOrder")
+            place = _text(info, "execOrder")
             ordered.append(
                 (int(place) if place.isdigit() else math.inf, Node(node.get_friendly_name(), layers, readers))
             )
         return [node for _, node in sorted(ordered, key=lambda pair: pair[0])]
 
 
-def _text(told: Mapping[str, Any], name: str) -> str:
+def _text(info: Mapping[str, Any], name: str) -> str:
     """Return a note that the runtime left on a node."""
-    if name not in told:
+    if name not in info:
         return ""
-    value = told[name]
+    value = info[name]
     return str(getattr(value, "value", value))
 
 

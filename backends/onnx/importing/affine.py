@@ -32,8 +32,8 @@ def fold_affine(b: Builder, outputs: list[Any]) -> None:
         while node.op == "call_module" and calls.count(node.target) == 1 and node not in outputs:
             layer = b.root.get_submodule(str(node.target))
             reader = next(iter(node.users)) if len(node.users) == 1 else None
-            known = isinstance(layer, (*_CONVOLUTIONS, *_TRANSPOSED, nn.Linear))
-            if reader is None or not known or weights.count(id(layer.weight)) > 1:
+            foldable = isinstance(layer, (*_CONVOLUTIONS, *_TRANSPOSED, nn.Linear))
+            if reader is None or not foldable or weights.count(id(layer.weight)) > 1:
                 break
             value = _per_channel(b, node, reader, layer)
             if value is None or not _fold(reader, layer, value):

@@ -132,8 +132,8 @@ class Builder:
 
     def dtype(self, value: Any) -> torch.dtype:
         """Return a value's type."""
-        found: torch.dtype = (self.examples[value][0] if isinstance(value, fx.Node) else value).dtype
-        return found
+        result: torch.dtype = (self.examples[value][0] if isinstance(value, fx.Node) else value).dtype
+        return result
 
     def size(self, value: Any, axis: int) -> Any:
         """Return a size of a tensor: a number if both examples agree, else a `Size`."""
@@ -163,30 +163,30 @@ class Builder:
         """Return the file's name of a constant; "" if it has none."""
         return self._named[id(value)][0] if id(value) in self._named else ""
 
-    def place(self, path: str, what: nn.Module | Tensor) -> str:
+    def place(self, path: str, content: nn.Module | Tensor) -> str:
         """Put a module or tensor at a path, or at one like it that is free; return the path."""
         *folders, last = path.split(".")
-        owner, found = self.root, ""
+        owner, prefix = self.root, ""
         for folder in folders:
-            while f"{found}{folder}" in self._paths or (
+            while f"{prefix}{folder}" in self._paths or (
                 hasattr(owner, folder) and folder not in owner._modules
             ):
                 folder += "_"  # a layer, or a name that modules have for themselves
             if folder not in owner._modules:
                 owner.add_module(folder, nn.Module())
-            owner, found = owner.get_submodule(folder), f"{found}{folder}."
+            owner, prefix = owner.get_submodule(folder), f"{prefix}{folder}."
         free, number = last, 1
         while hasattr(owner, free):
             number += 1
             free = f"{last}_{number}"
-        if isinstance(what, nn.Module):
-            owner.add_module(free, what)
-        elif isinstance(what, nn.Parameter):
-            owner.register_parameter(free, what)
+        if isinstance(content, nn.Module):
+            owner.add_module(free, content)
+        elif isinstance(content, nn.Parameter):
+            owner.register_parameter(free, content)
         else:
-            owner.register_buffer(free, what)
-        self._paths.add(found + free)
-        return found + free
+            owner.register_buffer(free, content)
+        self._paths.add(prefix + free)
+        return prefix + free
 
     def make_room(self, path: str) -> None:
         """Take away a folder of weights that one node each reads, for the layer that is made of them."""
@@ -216,15 +216,15 @@ class Builder:
 
     # ---- inside -------------------------------------------------------------------------------------------
 
-    def _called(self, op: str, target: Any, function: Callable[..., Any], *given: Any) -> Any:
-        if not self._varies(given):
-            return self._folded(function, *given)
-        return self._added(op, target, given, [self._at(function, given, which) for which in (0, 1)])
+    def _called(self, op: str, target: Any, function: Callable[..., Any], *args: Any) -> Any:
+        if not self._varies(args):
+            return self._folded(function, *args)
+        return self._added(op, target, args, [self._at(function, args, which) for which in (0, 1)])
 
-    def _varies(self, given: Any) -> bool:
-        found = []
-        map_aggregate(given, lambda leaf: found.append(leaf) if isinstance(leaf, (fx.Node, Size)) else None)
-        return bool(found)
+    def _varies(self, args: Any) -> bool:
+        nodes = []
+        map_aggregate(args, lambda leaf: nodes.append(leaf) if isinstance(leaf, (fx.Node, Size)) else None)
+        return bool(nodes)
 
     def _at(self, function: Callable[..., Any], given: Any, which: int) -> Any:
         """Return what a function makes at an example: sizes alone, but small values where all it reads is known."""
@@ -254,8 +254,8 @@ class Builder:
             raise SizesError(f"values of sizes {told} do not go through it: {why}") from error
         return found
 
-    def _check_size(self, found: Any) -> None:
-        for leaf in pytree.tree_leaves(found):
+    def _check_size(self, result: Any) -> None:
+        for leaf in pytree.tree_leaves(result):
             if isinstance(leaf, Tensor) and leaf.numel() > _MOST_VALUE:
                 raise SizesError(
                     f"it makes a value of sizes {tuple(leaf.shape)}: more than {_MOST_VALUE} elements"
@@ -269,13 +269,13 @@ class Builder:
                 raise
         try:
             with torch.no_grad():
-                found = function(*args, **kwargs)
+                result = function(*args, **kwargs)
         except Exception as error:
             raise InputError(f"constants do not go through it: {error}") from error
-        self._computed += sum(v.numel() for v in pytree.tree_leaves(found) if isinstance(v, Tensor))
+        self._computed += sum(v.numel() for v in pytree.tree_leaves(result) if isinstance(v, Tensor))
         if self._computed > _MOST_CONSTANTS:
             raise SizesError(f"constants of more than {_MOST_CONSTANTS} elements are computed")
-        return found
+        return result
 
     def _added(self, op: str, target: Any, given: Any, at: Sequence[Any]) -> fx.Node:
         def argument(leaf: Any) -> Any:
@@ -314,13 +314,13 @@ def module_path(call: Call, weight: str) -> str:
         if weight.endswith(ending) and "::" not in weight:
             return attribute_path(weight.removesuffix(ending))
     if call.proto.name.startswith("/"):
-        found: list[str] = []
+        parts: list[str] = []
         for part in call.proto.name.split("/")[1:-1]:
-            found = (
-                [part] if found and part.startswith(f"{found[-1]}.") and len(found) == 1 else [*found, part]
+            parts = (
+                [part] if parts and part.startswith(f"{parts[-1]}.") and len(parts) == 1 else [*parts, part]
             )
-            if len(found) > 1 and found[-1].startswith(f"{found[-2]}."):
-                found = [*found[:-2], found[-1]]
-        if path := attribute_path(".".join(found)):
+            if len(parts) > 1 and parts[-1].startswith(f"{parts[-2]}."):
+                parts = [*parts[:-2], parts[-1]]
+        if path := attribute_path(".".join(parts)):
             return path
     return attribute_path(call.name) or call.kind.lower()

@@ -92,16 +92,16 @@ class Call:
 
     def axes(self, extra: int = 0) -> list[int]:
         """Return the axes, counted from the front; ``extra``: so many more axes has the result."""
-        found = self.given("axes", 1) or []
+        axes = self.given("axes", 1) or []
         rank = self.rank
-        if any(axis < 0 for axis in found) and rank is None:
+        if any(axis < 0 for axis in axes) and rank is None:
             raise self.refused("axes are counted from the end of a value of unknown rank")
         if rank is None:
-            return found
+            return axes
         rank += extra
-        if any(not -rank <= axis < rank for axis in found):
-            raise self.refused(f"axes {found} of a value of rank {rank}")
-        return sorted(axis % rank for axis in found)
+        if any(not -rank <= axis < rank for axis in axes):
+            raise self.refused(f"axes {axes} of a value of rank {rank}")
+        return sorted(axis % rank for axis in axes)
 
     def axis(self, default: int) -> int:
         """Return the attribute "axis", counted from the front."""

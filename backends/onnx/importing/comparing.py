@@ -27,13 +27,13 @@ _FOLDER_OF_WEIGHTS = "session.model_external_initializers_file_folder_path"
 def compare(file: OnnxFile, module: fx.GraphModule, inputs: Sequence[tuple[Tensor, ...]]) -> None:
     """Raise `BackendError` where ONNX Runtime computes something else from the file than the module does."""
     session = create_session(file.path, session_options(exact=True))
-    for given in inputs:
-        found = run_session(session, _feed(file, given))
-        expected = _run(module, given)
-        if any(map(_differs, repeat(file), found, expected)) and any(
-            map(_differs, repeat(file), found, expected, rounding(module, given, expected, _run))
+    for example in inputs:
+        actual = run_session(session, _feed(file, example))
+        expected = _run(module, example)
+        if any(map(_differs, repeat(file), actual, expected)) and any(
+            map(_differs, repeat(file), actual, expected, rounding(module, example, expected, _run))
         ):
-            raise BackendError(_told(file, module, given, found, expected))
+            raise BackendError(_told(file, module, example, actual, expected))
 
 
 def opens_the_batch(file: OnnxFile, module: fx.GraphModule, inputs: tuple[Tensor, ...]) -> bool:
@@ -51,64 +51,64 @@ def opens_the_batch(file: OnnxFile, module: fx.GraphModule, inputs: tuple[Tensor
     )
 
 
-def _run(module: fx.GraphModule, given: tuple[Tensor, ...]) -> list[Array]:
+def _run(module: fx.GraphModule, inputs: tuple[Tensor, ...]) -> list[Array]:
     try:
         with torch.no_grad():
             # Not by the module's own call, which prints the code that fails.
-            return to_arrays(flatten_outputs(fx.Interpreter(module).run(*given)))
+            return to_arrays(flatten_outputs(fx.Interpreter(module).run(*inputs)))
     except Exception as error:
-        shapes = [tuple(tensor.shape) for tensor in given]
+        shapes = [tuple(tensor.shape) for tensor in inputs]
         raise InputError(f"the imported network fails on inputs of shapes {shapes}: {error}") from error
 
 
-def _feed(file: OnnxFile, given: tuple[Tensor, ...]) -> dict[str, Array]:
+def _feed(file: OnnxFile, inputs: tuple[Tensor, ...]) -> dict[str, Array]:
     return {
         port.name: tensor.numpy().astype(onnx.helper.tensor_dtype_to_np_dtype(port.kind))
-        for port, tensor in zip(file.interface.inputs, given, strict=True)
+        for port, tensor in zip(file.interface.inputs, inputs, strict=True)
     }
 
 
-def _differs(file: OnnxFile, found: Array, expected: Array, limit: float = 0.0) -> bool:
-    if found.shape != expected.shape:
+def _differs(file: OnnxFile, actual: Array, expected: Array, limit: float = 0.0) -> bool:
+    if actual.shape != expected.shape:
         return True
     kind = "float16" if file.interface.half else str(expected.dtype)
     allowed = max(TOLERANCES.get(kind, 0.0), limit)
-    relative, absolute, *_ = largest_difference(found, expected)
+    relative, absolute, *_ = largest_difference(actual, expected)
     return not (relative <= allowed or absolute <= ROUNDED.get(kind, 0.0))
 
 
 def _told(
     file: OnnxFile,
     module: fx.GraphModule,
-    given: tuple[Tensor, ...],
-    found: list[Array],
+    inputs: tuple[Tensor, ...],
+    actual: list[Array],
     expected: list[Array],
 ) -> str:
     """Say which output differs, and which node is the first."""
     names = [port.name for port in file.interface.outputs]
     name, a, b = next(
-        (name, a, b) for name, a, b in zip(names, found, expected, strict=True) if _differs(file, a, b)
+        (name, a, b) for name, a, b in zip(names, actual, expected, strict=True) if _differs(file, a, b)
     )
     how = (
         f"by {largest_difference(a, b)[0]:.3g} of its scale"
         if a.shape == b.shape
         else f"in its sizes: {a.shape} in ONNX Runtime, {b.shape} here"
     )
-    first = _first_difference(file, module, given)
-    told = f"The first node that differs is {first}" if first else "No node before it differs"
-    return f"{file.path}: output {name!r} of the imported network differs {how}. {told}."
+    first = _first_difference(file, module, inputs)
+    where = f"The first node that differs is {first}" if first else "No node before it differs"
+    return f"{file.path}: output {name!r} of the imported network differs {how}. {where}."
 
 
-def _first_difference(file: OnnxFile, module: fx.GraphModule, given: tuple[Tensor, ...]) -> str:
+def _first_difference(file: OnnxFile, module: fx.GraphModule, inputs: tuple[Tensor, ...]) -> str:
     """Run both with all values as outputs, some at a time, and return the node that makes the first that differs."""
     here = _Recorder(module)
     with torch.no_grad():
-        here.run(*given)
+        here.run(*inputs)
     makers = {name: node for node in file.graph.node for name in node.output}
     names = [name for name in makers if name in here.values]
     for start in range(0, len(names), _AT_A_TIME):
         some = names[start : start + _AT_A_TIME]
-        for name, value in zip(some, _values(file, some, given), strict=True):
+        for name, value in zip(some, _values(file, some, inputs), strict=True):
             if _differs(file, np.asarray(value), np.asarray(here.values[name])):
                 return f"{makers[name].name or name!r} ({makers[name].op_type})"
     return ""
@@ -128,7 +128,7 @@ class _Recorder(fx.Interpreter):
         return result
 
 
-def _values(file: OnnxFile, names: list[str], given: tuple[Tensor, ...]) -> list[Array]:
+def _values(file: OnnxFile, names: list[str], inputs: tuple[Tensor, ...]) -> list[Array]:
     """What ONNX Runtime computes of these values."""
     model = onnx.ModelProto()
     model.CopyFrom(file.model)
@@ -137,4 +137,4 @@ def _values(file: OnnxFile, names: list[str], given: tuple[Tensor, ...]) -> list
     options = session_options(exact=True)
     options.add_session_config_entry(_FOLDER_OF_WEIGHTS, str(file.path.resolve().parent))
     session = create_session(model.SerializeToString(), options)
-    return run_session(session, _feed(file, given))
+    return run_session(session, _feed(file, inputs))

@@ -83,8 +83,8 @@ class OnnxFile:
 
     def beside(self, proto: TensorProto) -> Path:
         """Return the file that a tensor lies in, beside this one; `InputError` where that is elsewhere or missing."""
-        told = {entry.key: entry.value for entry in proto.external_data}
-        location, folder = str(told.get("location", "")), self.path.parent.resolve()
+        fields = {entry.key: entry.value for entry in proto.external_data}
+        location, folder = str(fields.get("location", "")), self.path.parent.resolve()
         data: Path = folder / location
         if not location or Path(location).is_absolute() or not data.resolve().is_relative_to(folder):
             raise self.refused(
@@ -97,10 +97,10 @@ class OnnxFile:
 
     def _external(self, proto: TensorProto, count: int) -> np.ndarray[Any, Any]:
         """Read a tensor of another file."""
-        told, data = {entry.key: entry.value for entry in proto.external_data}, self.beside(proto)
+        fields, data = {entry.key: entry.value for entry in proto.external_data}, self.beside(proto)
         kind = np.dtype(onnx.helper.tensor_dtype_to_np_dtype(proto.data_type))
         offset, length = (
-            int(text) if (text := told.get(key, str(default))).isdecimal() else -1
+            int(text) if (text := fields.get(key, str(default))).isdecimal() else -1
             for key, default in (("offset", 0), ("length", count * kind.itemsize))
         )
         if offset < 0 or length != count * kind.itemsize or offset + length > data.stat().st_size:

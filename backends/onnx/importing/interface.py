@@ -63,14 +63,14 @@ class Port:
     def _batch(self) -> int:
         return _BATCHES[0] if 0 in self.open_axes else int(self.sizes[0])
 
-    def shape_of(self, given: Sequence[int]) -> tuple[int, ...]:
+    def shape_of(self, sizes: Sequence[int]) -> tuple[int, ...]:
         """Return the shape with sizes given as for `Interface.shapes_of`; `InputError` if they are not the file's."""
         rest = [axis for axis in self.open_axes if axis]
-        shape: tuple[int, ...] = tuple(given)
-        if len(given) == len(self.sizes) - 1:
-            shape = (self._batch(), *given)
-        elif rest and len(given) < len(self.sizes) and len(given) in (1, len(rest)):
-            filled = dict(zip(rest, itertools.cycle(given), strict=False)) | {0: self._batch()}
+        shape: tuple[int, ...] = tuple(sizes)
+        if len(sizes) == len(self.sizes) - 1:
+            shape = (self._batch(), *sizes)
+        elif rest and len(sizes) < len(self.sizes) and len(sizes) in (1, len(rest)):
+            filled = dict(zip(rest, itertools.cycle(sizes), strict=False)) | {0: self._batch()}
             shape = tuple(filled[a] if a in filled else int(size) for a, size in enumerate(self.sizes))
         fits = len(shape) == len(self.sizes) and all(
             size > 0 and (isinstance(own, str) or own == size)
@@ -78,7 +78,7 @@ class Port:
         )
         if not fits:
             raise InputError(
-                f"sizes {'x'.join(map(str, given))} do not fit input {self.name!r}, in the file {list(self.sizes)}"
+                f"sizes {'x'.join(map(str, sizes))} do not fit input {self.name!r}, in the file {list(self.sizes)}"
             )
         return shape
 
@@ -97,12 +97,12 @@ class Interface:
         for heights, widths in _open_sizes():
             shapes: list[Shapes] = []
             for which in (0, 1):
-                known: dict[str, int] = {}
+                by_name: dict[str, int] = {}
                 sizes = []
                 for port in self.inputs:
                     for axis, name in port.open_axes.items():
-                        known.setdefault(name, _size(port, axis, which, heights, widths))
-                    sizes.append(tuple(known[s] if isinstance(s, str) else s for s in port.sizes))
+                        by_name.setdefault(name, _size(port, axis, which, heights, widths))
+                    sizes.append(tuple(by_name[s] if isinstance(s, str) else s for s in port.sizes))
                 shapes.append(tuple(sizes))
             yield shapes[0], shapes[1]
             if shapes[0] == shapes[1]:
@@ -141,10 +141,10 @@ class Interface:
         Raises `InputError` for sizes that are not the file's.
         """
         parts = text.replace(" ", "").lower().split(",")
-        told = ", ".join(f"{port.name} {list(port.sizes)}" for port in self.inputs)
+        ports = ", ".join(f"{port.name} {list(port.sizes)}" for port in self.inputs)
         if len(parts) != len(self.inputs) or not all(re.fullmatch(r"\d+(x\d+)*", part) for part in parts):
             raise InputError(
-                f"sizes {text!r}: give those of {told} without the batch, as 3x48x320; of several inputs with commas"
+                f"sizes {text!r}: give those of {ports} without the batch, as 3x48x320; of several inputs with commas"
             )
         return tuple(
             port.shape_of([int(size) for size in part.split("x")])

@@ -20,10 +20,10 @@ def _windows(b: Builder, call: Call, kernel: list[int]) -> tuple[Any, tuple[tupl
     rank, x = len(kernel), call.inputs[0]
     strides = list(call.attribute("strides", [1] * rank))
     dilations = list(call.attribute("dilations", [1] * rank))
-    told = list(call.attribute("kernel_shape", kernel))
-    if not len(strides) == len(dilations) == rank == (call.rank or 0) - 2 or told != kernel:
+    written = list(call.attribute("kernel_shape", kernel))
+    if not len(strides) == len(dilations) == rank == (call.rank or 0) - 2 or written != kernel:
         raise call.refused(
-            f"strides {strides}, dilations {dilations} or kernel_shape {told} do not fit a window {kernel}"
+            f"strides {strides}, dilations {dilations} or kernel_shape {written} do not fit a window {kernel}"
         )
     automatic = call.attribute("auto_pad", "NOTSET")
     if automatic.startswith("SAME"):
@@ -85,11 +85,11 @@ def _conv_transpose(b: Builder, call: Call) -> Any:
         tuple(begins) if begins == ends else 0, tuple(extra), groups, bias is not None, tuple(dilations),
         device="meta",
     )  # fmt: skip
-    found = _called(b, call, layer, call.inputs[0], weight=weight, bias=bias)
+    full = _called(b, call, layer, call.inputs[0], weight=weight, bias=bias)
     if begins == ends:
-        return found
+        return full
     cut = tuple(-p for pair in reversed(list(zip(begins, ends, strict=True))) for p in pair)
-    return b.call(F.pad, found, cut)
+    return b.call(F.pad, full, cut)
 
 
 def _called(b: Builder, call: Call, layer: nn.Module, x: Any, **weights: Tensor | None) -> Any:
@@ -117,19 +117,19 @@ def _gemm(b: Builder, call: Call) -> Any:
         x = b.call(torch.permute, x, (1, 0))
     if not isinstance(weight, Tensor):
         weight = b.call(torch.permute, weight, (1, 0)) if call.attribute("transB", 0) else weight
-        found = b.call(torch.matmul, x, weight)
-        found = found if alpha == 1 else b.call(operator.mul, found, alpha)
+        y = b.call(torch.matmul, x, weight)
+        y = y if alpha == 1 else b.call(operator.mul, y, alpha)
         if bias is None:
-            return found
-        return b.call(operator.add, found, bias if beta == 1 else b.call(operator.mul, bias, beta))
+            return y
+        return b.call(operator.add, y, bias if beta == 1 else b.call(operator.mul, bias, beta))
     if not call.attribute("transB", 0):
         weight = b.name(weight.T.contiguous(), b.name_of(weight))
     weight = weight if alpha == 1 else b.name(alpha * weight, b.name_of(weight))
     if isinstance(bias, Tensor) and bias.numel() in (1, weight.shape[0]):
         bias = (bias if beta == 1 else beta * bias).reshape(-1).expand(weight.shape[0]).clone()
         return linear(b, call, x, weight, bias)
-    found = linear(b, call, x, weight, None)
-    return found if bias is None else b.call(operator.add, found, bias)
+    y = linear(b, call, x, weight, None)
+    return y if bias is None else b.call(operator.add, y, bias)
 
 
 def linear(b: Builder, call: Call, x: Any, weight: Tensor, bias: Tensor | None) -> Any:

@@ -179,10 +179,10 @@ def _gather(b: Builder, call: Call) -> Any:
 
 def _are_all(b: Builder, data: Any, indices: Any) -> bool:
     """Do these indices name all elements in their order, as strides that are taken apart do?"""
-    known = b.known(indices) if isinstance(indices, fx.Node) else None
+    values = b.known(indices) if isinstance(indices, fx.Node) else None
     counts = [shape[0] for shape in b.shapes(data)]
-    return known is not None and all(
-        torch.equal(at.flatten(), torch.arange(count)) for at, count in zip(known, counts, strict=True)
+    return values is not None and all(
+        torch.equal(at.flatten(), torch.arange(count)) for at, count in zip(values, counts, strict=True)
     )
 
 
@@ -248,9 +248,9 @@ def _depth_to_space(b: Builder, call: Call) -> Any:
 
 def _space_to_depth(b: Builder, call: Call) -> Any:
     x, block = call.inputs[0], call.attribute("blocksize", 1)
-    found = b.call(torch.pixel_unshuffle, x, block)
-    n, c, h, w = (b.size(found, axis) for axis in range(4))
-    split = reshape(b, found, [n, c // block**2, block, block, h, w])
+    y = b.call(torch.pixel_unshuffle, x, block)
+    n, c, h, w = (b.size(y, axis) for axis in range(4))
+    split = reshape(b, y, [n, c // block**2, block, block, h, w])
     return reshape(b, permuted(b, split, [0, 2, 3, 1, 4, 5]), [n, c, h, w])
 
 
@@ -286,24 +286,24 @@ def _constant(b: Builder, call: Call) -> Any:
 
 
 def _range(b: Builder, call: Call) -> Any:
-    given = [scalar(value) for value in call.inputs]
-    if any(isinstance(value, fx.Node) for value in given):
+    limits = [scalar(value) for value in call.inputs]
+    if any(isinstance(value, fx.Node) for value in limits):
         raise call.refused("a range whose ends are computed from the data")
     dtype = b.dtype(call.inputs[0])
-    if any(isinstance(value, Size) for value in given):
-        return b.call(torch.arange, *given, dtype=dtype, device=b.device)
-    return b.call(torch.arange, *given, dtype=dtype)
+    if any(isinstance(value, Size) for value in limits):
+        return b.call(torch.arange, *limits, dtype=dtype, device=b.device)
+    return b.call(torch.arange, *limits, dtype=dtype)
 
 
 def _one_hot(b: Builder, call: Call) -> Any:
     indices, _, values = call.inputs
     low, high = (float(v) for v in call.constant(2))
-    found = b.call(F.one_hot, indices, int(call.constant(1)))
+    y = b.call(F.one_hot, indices, int(call.constant(1)))
     axis = call.attribute("axis", -1)
-    found = b.method("to", found if axis == -1 else b.call(torch.movedim, found, -1, axis), values.dtype)
+    y = b.method("to", y if axis == -1 else b.call(torch.movedim, y, -1, axis), values.dtype)
     if (low, high) == (0, 1):
-        return found
-    return b.call(operator.add, b.call(operator.mul, found, high - low), low)
+        return y
+    return b.call(operator.add, b.call(operator.mul, y, high - low), low)
 
 
 def _trilu(b: Builder, call: Call) -> Any:

@@ -51,10 +51,10 @@ def build_network(
 
 def finished(builder: Builder, outputs: list[Any]) -> fx.GraphModule:
     """Return the module of a graph that is complete."""
-    found = [builder.placed(value) if isinstance(value, Tensor) else value for value in outputs]
-    if any(not isinstance(value, fx.Node) for value in found):
+    nodes = [builder.placed(value) if isinstance(value, Tensor) else value for value in outputs]
+    if any(not isinstance(value, fx.Node) for value in nodes):
         raise builder.file.refused("an output is a shape, not a tensor")
-    builder.graph.output(found[0] if len(found) == 1 else tuple(found))
+    builder.graph.output(nodes[0] if len(nodes) == 1 else tuple(nodes))
     module = fx.GraphModule(builder.root, builder.graph, identifier(builder.file.path.stem))
     module.graph.eliminate_dead_code()
     module.delete_all_unused_submodules()
@@ -71,8 +71,8 @@ def _run(b: Builder, graph: onnx.GraphProto) -> None:
     if graph.sparse_initializer:
         raise b.file.refused("it has sparse tensors: export it with dense ones")
     for node in in_order(graph):
-        given = [_value(b, name, f"node {node.name!r} ({node.op_type})") for name in node.input]
-        results = _results(b, node, given)
+        inputs = [_value(b, name, f"node {node.name!r} ({node.op_type})") for name in node.input]
+        results = _results(b, node, inputs)
         for name, value in zip(node.output, results, strict=False):
             if name in b.values and name:
                 raise b.file.refused(f"value {name!r} is made twice")
@@ -89,32 +89,32 @@ def _value(b: Builder, name: str, reader: str) -> Any:
     return b.values[name]
 
 
-def _results(b: Builder, node: onnx.NodeProto, given: list[Any]) -> list[Any]:
-    call = Call(b.file, node, given, b.rank(given[0]) if given else None)
+def _results(b: Builder, node: onnx.NodeProto, inputs: list[Any]) -> list[Any]:
+    call = Call(b.file, node, inputs, b.rank(inputs[0]) if inputs else None)
     if node.op_type == "If":
         return _chosen(b, call)
     rule = _RULES.get(node.op_type)
     if rule is None:
         raise call.refused("this operator cannot be imported. Export a file that does without it")
-    sizes = any(isinstance(value, SizeArray) for value in given)
-    if sizes and all(isinstance(value, (SizeArray, Tensor, type(None))) for value in given):
+    sizes = any(isinstance(value, SizeArray) for value in inputs)
+    if sizes and all(isinstance(value, (SizeArray, Tensor, type(None))) for value in inputs):
         rule = rule_of_sizes(node.op_type, rule)
-    elif given and isinstance(given[0], SizeArray) and node.op_type not in _OF_SIZES:
-        given[0] = b.tensor(given[0])
+    elif inputs and isinstance(inputs[0], SizeArray) and node.op_type not in _OF_SIZES:
+        inputs[0] = b.tensor(inputs[0])
     try:
-        found = rule(b, call)
+        result = rule(b, call)
     except SizesError as error:
         raise SizesError(f"{b.file.path}: node {call.name!r} ({call.kind}): {error}") from error
     except InputError as error:
-        told = str(error)
-        raise error if told.startswith(str(b.file.path)) else call.refused(told) from error
+        message = str(error)
+        raise error if message.startswith(str(b.file.path)) else call.refused(message) from error
     except SmcpError:
         raise
     except Exception as error:  # what a damaged file says of its node fits no rule
         raise call.refused(
             f"its inputs and attributes do not fit: {type(error).__name__}: {error}"
         ) from error
-    return found if isinstance(found, list) else [found]
+    return result if isinstance(result, list) else [result]
 
 
 def _chosen(b: Builder, call: Call) -> list[Any]:

@@ -26,13 +26,13 @@ def recognise(b: Builder, outputs: list[Any]) -> None:
             if node.graph is not b.graph or node._erased:
                 continue
             with b.graph.inserting_before(node):
-                found = find(b, node)
-            if found is None:
+                replacement = find(b, node)
+            if replacement is None:
                 continue
-            found.meta[VALUE] = node.meta.get(VALUE, "")
-            b.examples[found] = b.examples[node]
-            node.replace_all_uses_with(found)
-            outputs[:] = [found if value is node else value for value in outputs]
+            replacement.meta[VALUE] = node.meta.get(VALUE, "")
+            b.examples[replacement] = b.examples[node]
+            node.replace_all_uses_with(replacement)
+            outputs[:] = [replacement if value is node else value for value in outputs]
             _drop(b, node, outputs)
     fold_affine(b, outputs)
 
@@ -137,8 +137,8 @@ def _sum(node: Any) -> tuple[Any, float]:
     return None, 0.0
 
 
-def _close(found: float, wanted: float) -> bool:
-    return math.isclose(found, wanted, rel_tol=1e-4)
+def _close(value: float, wanted: float) -> bool:
+    return math.isclose(value, wanted, rel_tol=1e-4)
 
 
 # ---- norms ------------------------------------------------------------------------------------------------
@@ -154,9 +154,9 @@ class _Scaled(NamedTuple):
 def _layer_norm(b: Builder, node: Any) -> fx.Node | None:
     """(x - mean(x)) / sqrt(mean((x - mean(x)) ** 2) + epsilon) * weight + bias, from its end."""
     scaled, core = _affine_of(b, node)
-    if core.target is not operator.truediv or (found := _normalised(core)) is None:
+    if core.target is not operator.truediv or (normalised := _normalised(core)) is None:
         return None
-    x, epsilon, axes = found
+    x, epsilon, axes = normalised
     shape, rank = b.shapes(x), len(b.shapes(x)[0])
     axes = sorted(axis % rank for axis in axes)
     own = shape[0][axes[0] :]

@@ -63,18 +63,18 @@ def _recurrent(b: Builder, call: Call) -> Any:
 
 def _checked(b: Builder, call: Call, directions: int) -> dict[str, Any]:
     """Return the layer's options; `InputError` for what PyTorch's layers do not have."""
-    given = [
+    activations = [
         value.decode() if isinstance(value, bytes) else value
         for value in call.attribute("activations", []) or []
     ]
     options: dict[str, Any] = {}
     if call.kind == "RNN":
-        names = set(given or ["Tanh"])
+        names = set(activations or ["Tanh"])
         if names not in ({"Tanh"}, {"Relu"}):
-            raise call.refused(f"activations {given}")
+            raise call.refused(f"activations {activations}")
         options["nonlinearity"] = names.pop().lower()
-    elif given and given != _ACTIVATIONS[call.kind] * directions:
-        raise call.refused(f"activations {given}")
+    elif activations and activations != _ACTIVATIONS[call.kind] * directions:
+        raise call.refused(f"activations {activations}")
     if call.attribute("clip") is not None or call.attribute("input_forget", 0) or call.has(7):
         raise call.refused("clip, input_forget or peepholes")
     if call.kind == "GRU" and not call.attribute("linear_before_reset", 0):
@@ -90,14 +90,14 @@ def _checked(b: Builder, call: Call, directions: int) -> dict[str, Any]:
 def _states(b: Builder, call: Call) -> Any:
     """Return the states that it begins with, as the layer takes them; None for zeros."""
     positions = (5, 6) if call.kind == "LSTM" else (5,)
-    given = [call.input(position) for position in positions]
-    if all(value is None or _zeros(value) for value in given):
+    states = [call.input(position) for position in positions]
+    if all(value is None or _zeros(value) for value in states):
         return None
-    if any(value is None for value in given):
+    if any(value is None for value in states):
         raise call.refused("one of its two states is given")
     if call.attribute("layout", 0):
-        given = [permuted(b, value, [1, 0, 2]) for value in given]
-    placed = [b.placed(value) if isinstance(value, Tensor) else value for value in given]
+        states = [permuted(b, value, [1, 0, 2]) for value in states]
+    placed = [b.placed(value) if isinstance(value, Tensor) else value for value in states]
     return tuple(placed) if call.kind == "LSTM" else placed[0]
 
 

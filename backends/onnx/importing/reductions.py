@@ -68,8 +68,8 @@ def _top_k(b: Builder, call: Call) -> Any:
     if not isinstance(count, (int, Size)):
         raise call.refused("how many to take is computed from the data")
     largest, ordered = bool(call.attribute("largest", 1)), bool(call.attribute("sorted", 1))
-    found = b.call(torch.topk, call.inputs[0], count, call.axis(-1), largest, ordered)
-    return [b.item(found, 0), b.item(found, 1)]
+    pair = b.call(torch.topk, call.inputs[0], count, call.axis(-1), largest, ordered)
+    return [b.item(pair, 0), b.item(pair, 1)]
 
 
 def _cumsum(b: Builder, call: Call) -> Any:

@@ -37,10 +37,10 @@ class SizeArray:
 def array_of(values: Iterable[Any], shape: tuple[int, ...] | None = None) -> Array:
     """Return an array of objects; numpy would look for sequences in them."""
     listed = list(values)
-    found = np.empty(len(listed), object)
+    array = np.empty(len(listed), object)
     for index, value in enumerate(listed):
-        found[index] = value
-    return found.reshape(shape if shape is not None else (len(listed),))
+        array[index] = value
+    return array.reshape(shape if shape is not None else (len(listed),))
 
 
 def as_value(values: Array, dtype: torch.dtype = torch.int64) -> SizeArray | Tensor:
