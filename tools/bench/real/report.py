@@ -21,6 +21,8 @@ from smcp_fx.report.svg import Panel, dot, line, text
 Line = dict[str, Any]
 Lines = Sequence[Line]
 _Z = 1.959964
+#: Rises, in nats, that are left out where estimates are compared.
+_NOTHING = 1e-6
 #: What the README compares.
 _SHORT = {
     "this library": COMPARED[:1],
@@ -177,7 +179,9 @@ def _picture(runs: Lines, title: str, cost: str) -> object:
 def _worth(lines: Lines, network: str, file: Path) -> Iterator[str]:
     """The estimated rise of each group over what it measures: how many are near, and a picture."""
     found = [
-        (one["measured"], one["estimate"], one) for one in lines if min(one["measured"], one["estimate"]) > 0
+        (one["measured"], one["estimate"], one)
+        for one in lines
+        if min(one["measured"], one["estimate"]) > _NOTHING
     ]
     ratios = np.array([estimate / measured for measured, estimate, _ in found])
     near = np.mean(np.abs(np.log(ratios)) <= math.log(2))
@@ -189,7 +193,7 @@ def _worth(lines: Lines, network: str, file: Path) -> Iterator[str]:
     yield f"### {network}: what a group is worth\n"
     yield (
         f"The allocation rests on an estimate: what it costs to narrow a group alone, its readers fitted anew. Of "
-        f"{len(lines)} estimates ({groups} groups at 75, 50 and 25% of their channels; {lines[0]['images']} images), "
+        f"{len(found)} estimates ({groups} groups at 75, 50 and 25% of their channels; {lines[0]['images']} images), "
         f"{near:.0%} are within a factor of two of the divergence measured on {lines[0]['tests']} test images, and "
         f"{maybe:.0%} of what its 95% interval allows; the median ratio is {np.median(ratios):.2f}, the furthest "
         f"{ratios.min():.2f} and {ratios.max():.2f}.\n"
