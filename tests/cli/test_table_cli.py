@@ -24,6 +24,9 @@ from smcp_fx.latency.exchange import check
 from smcp_fx.latency.store import LatencyStore, TableRow
 from smcp_fx.latency.table import LatencyTable
 
+#: One table, measured once: tests that share it stay in one process.
+pytestmark = pytest.mark.xdist_group("table command")
+
 MODEL = """
 from torch import nn
 
@@ -311,13 +314,12 @@ def test_two_processes_fill_one_table_without_double_work(model: str, tmp_path: 
 def test_a_block_that_cannot_be_measured_is_named_and_the_rest_goes_on(
     model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-
-    measure = OnnxRuntimeBackend.block_latency
+    row, broken = Measurement(1.0, 1.0, 1.0, 3, stable=True), {(16, 64)}
 
     def crash(self, block, widths, config=None):
-        if widths == (16, 64):
+        if widths in broken:
             raise RuntimeError("the kernel crashed")
-        return measure(self, block, widths, config)
+        return BlockLatency(row, row)
 
     monkeypatch.setattr(OnnxRuntimeBackend, "block_latency", crash)
     path = tmp_path / "t.sqlite"
@@ -326,7 +328,7 @@ def test_a_block_that_cannot_be_measured_is_named_and_the_rest_goes_on(
     assert len(rows(path)) > 5
     assert main(["check", str(path)]) == 1
     assert "failed: 3 at 16x64" in said(capsys)
-    monkeypatch.undo()
+    broken.clear()
     assert main(measuring(model, path, "--retry-failed")) == 0
 
 

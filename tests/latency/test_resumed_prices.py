@@ -66,19 +66,18 @@ def test_a_resumed_run_does_not_know_what_was_measured_later(tmp_path: Path) -> 
     states = train(prepared, SCHEDULE.last_step)
     whole = prepared.pruner
     assert len(backend.log) - begun > 3
-    for step in (1, 5):
-        state, then = states[step]
-        other, nothing = begin(tmp_path)
-        assert prices(other) != then
-        other.load_state_dict(state)
-        assert prices(other) == then
-        assert (other.pruner.full_cost, other.pruner.target) == (whole.full_cost, whole.target)
-        train(other, SCHEDULE.last_step)
-        assert [(s.step, s.masks, s.cost) for s in other.pruner.history] == [
-            (s.step, s.masks, s.cost) for s in whole.history if s.step > step
-        ]
-        assert nothing.log == []
-        assert latency(other).as_of == latency(prepared).as_of == float(other.smcp.as_of)
+    state, then = states[5]
+    other, nothing = begin(tmp_path)
+    assert prices(other) != then
+    other.load_state_dict(state)
+    assert prices(other) == then
+    assert (other.pruner.full_cost, other.pruner.target) == (whole.full_cost, whole.target)
+    train(other, SCHEDULE.last_step)
+    assert [(s.step, s.masks, s.cost) for s in other.pruner.history] == [
+        (s.step, s.masks, s.cost) for s in whole.history if s.step > 5
+    ]
+    assert nothing.log == []
+    assert latency(other).as_of == latency(prepared).as_of == float(other.smcp.as_of)
 
 
 def test_a_state_of_another_table_is_loaded_at_this_one_s_prices(tmp_path: Path) -> None:

@@ -61,8 +61,7 @@ def assert_same(left: Any, right: Any) -> None:
         assert left == right
 
 
-@pytest.mark.parametrize("kind", ["sgd", "adamw"])
-@pytest.mark.parametrize("mask", ["soft", "permanent"])
+@pytest.mark.parametrize(("mask", "kind"), [("soft", "sgd"), ("permanent", "adamw")])
 def test_a_resumed_run_equals_an_uninterrupted_one(kind: str, mask: str, tmp_path: Path) -> None:
     """Stopped before, between and after the solves; masks, importances, history, optimiser and generators."""
 

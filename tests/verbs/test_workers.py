@@ -5,6 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import threading
 from collections.abc import Callable
+from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
 import pytest
@@ -123,5 +124,5 @@ def test_a_forked_worker_has_the_model() -> None:
 def test_a_spawned_worker_is_given_the_state_as_the_error_says() -> None:
     network = prepared(1)
     with pytest.raises(CheckpointError, match=r"not pickled: save prepared\.state_dict\(\)"):
-        _answer("spawn", _train, network)
+        ForkingPickler.dumps(network)  # as it goes to a spawned process
     assert torch.equal(_answer("spawn", _train, network.state_dict()), trained(network))

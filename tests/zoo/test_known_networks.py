@@ -27,11 +27,9 @@ from smcp_fx.config import MethodConfig
 
 # (network, options, pixels a side: the fewest that every stage still sees, free share)
 NETWORKS: list[tuple[Callable[..., nn.Module], dict[str, bool], int, float]] = [
-    (models.resnet18, {}, 32, 1.0),
     (thin_resnet50, {}, 64, 1.0),
     (narrow_vgg11_bn, {}, 32, 1.0),
     (thin_densenet, {}, 32, 1.0),
-    (models.mobilenet_v2, {}, 32, 1.0),
     (models.mobilenet_v3_small, {}, 32, 1.0),
     (models.efficientnet_b0, {}, 32, 1.0),
     (thin_shufflenet, {}, 32, 1.0),
@@ -39,7 +37,6 @@ NETWORKS: list[tuple[Callable[..., nn.Module], dict[str, bool], int, float]] = [
     (models.squeezenet1_1, {}, 32, 1.0),
     (models.regnet_y_400mf, {}, 32, 1.0),
     (thin_resnext50, {}, 32, 1.0),
-    (models.mnasnet0_5, {}, 32, 1.0),
     (thin_convnext, {}, 32, 1.0),  # through layer norms over the kept channels
     (thin_swin_t, {}, 32, 1.0),  # the same, and attention whose heads go whole
 ]

@@ -20,7 +20,6 @@ NETWORKS: list[tuple[str, int, float]] = [
     ("resnetv2_50d_evos", 64, 1.0),  # groups of channels viewed with a number that is worked out
     ("tf_mobilenetv3_small_minimal_100", 32, 1.0),  # padding that depends on the size
     ("ghostnet_050", 32, 1.0),
-    ("regnety_002", 32, 1.0),
     ("lcnet_050", 32, 1.0),
     ("hgnetv2_b0", 32, 1.0),
     ("repghostnet_050", 32, 1.0),
@@ -34,9 +33,9 @@ NETWORKS: list[tuple[str, int, float]] = [
 #: With fewer blocks, narrower, and of smaller images: more are only more of the same.
 SMALL: dict[str, dict[str, Any]] = {
     "resnet10t": {"channels": (16, 32, 64, 128)},
-    "skresnet18": {"layers": [1, 1, 1, 1], "channels": (32, 64, 128, 256)},
-    "resnest14d": {"channels": (32, 64, 128, 256)},
-    "nf_resnet26": {"depths": (1, 1, 1, 1), "channels": (64, 128, 256, 512)},
+    "skresnet18": {"layers": [1, 1, 1, 1], "channels": (16, 32, 64, 128)},
+    "resnest14d": {"channels": (16, 32, 64, 128)},
+    "nf_resnet26": {"depths": (1, 1, 1, 1), "channels": (32, 64, 128, 256)},
     "resnetv2_50d_evos": {"layers": [1, 1, 1, 1], "channels": (128, 256, 512, 1024)},
     "convnext_atto": {"depths": (1, 1, 2, 1)},
     "levit_conv_128s": {"depth": (1, 1, 1), "img_size": 128},
