@@ -10,7 +10,8 @@ from models import random_masks, randomise
 from tolerances import assert_close
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
-from torchvision.models import detection, resnet18
+from torchvision.models import VGG, detection, resnet18
+from torchvision.models.vgg import make_layers
 
 import smcp_fx
 from smcp_fx.config import MethodConfig
@@ -29,12 +30,19 @@ DETECTORS = {
 }
 
 
+def thin_vgg16(**_: Any) -> VGG:
+    """As SSD reads it: 512 channels where a head or its own layers do, few elsewhere."""
+    widths = [8, 8, "M", 16, 16, "M", 32, 32, 32, "M", 32, 32, 512, "M", 32, 32, 512, "M"]
+    return VGG(make_layers(widths), init_weights=False)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", DETECTORS)
 def test_detection_model(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     regions, free = DETECTORS[name]
     for file in ("retinanet", "fcos", "faster_rcnn"):  # as torchvision builds them, but for a shallower trunk
         monkeypatch.setattr(f"torchvision.models.detection.{file}.resnet50", resnet18)
+    monkeypatch.setattr("torchvision.models.detection.ssd.vgg16", thin_vgg16)
     sizes = {} if name.startswith("ssd") else {"min_size": SIDE, "max_size": SIDE}
     if name.startswith("faster"):  # fewer boxes
         sizes |= {

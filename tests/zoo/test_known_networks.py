@@ -39,7 +39,6 @@ NETWORKS: list[tuple[Callable[..., nn.Module], dict[str, bool], int, float]] = [
     (models.squeezenet1_1, {}, 32, 1.0),
     (models.regnet_y_400mf, {}, 32, 1.0),
     (thin_resnext50, {}, 32, 1.0),
-    (models.mnasnet0_5, {}, 32, 1.0),
     (thin_convnext, {}, 32, 1.0),  # through layer norms over the kept channels
     (thin_swin_t, {}, 32, 1.0),  # the same, and attention whose heads go whole
 ]
