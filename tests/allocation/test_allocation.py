@@ -27,10 +27,9 @@ from smcp_fx.cost_model import CostTerm, NetworkCost
 from smcp_fx.errors import InfeasibleBudgetError
 
 
-@pytest.mark.parametrize("block", range(5))
 @pytest.mark.parametrize("family", FAMILIES)
-def test_small_instances_reach_the_optimum_of_brute_force(family: str, block: int) -> None:
-    for seed in range(20 * block, 20 * block + 20):
+def test_small_instances_reach_the_optimum_of_brute_force(family: str) -> None:
+    for seed in range(40):
         values, cost = random_instance(family, seed)
         value, total = enumerate_all(values, cost)
         for share in (0.05, 0.3, 0.6):
@@ -49,7 +48,7 @@ def test_small_instances_reach_the_optimum_of_brute_force(family: str, block: in
 @pytest.mark.parametrize("family", FAMILIES)
 def test_loosened_sums_and_copies_still_bound_the_optimum(family: str, max_cells: int) -> None:
     links, optimal, total_runs = 0, 0, 0
-    seeds = 20 if family == "overlapping" else 40  # which takes ten times as long as another
+    seeds = 8 if family == "overlapping" else 40  # which takes ten times as long as another
     for seed in range(seeds):
         values, cost = random_instance(family, 1000 + seed)
         value, total = enumerate_all(values, cost)
@@ -114,7 +113,7 @@ def test_an_infeasible_budget_names_the_smallest_reachable_cost(family: str) -> 
         assert found.cost <= smallest * (1 + 1e-9)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(
     data=st.data(),
     sizes=st.lists(st.integers(1, 4), min_size=2, max_size=4),

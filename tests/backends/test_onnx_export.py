@@ -94,8 +94,15 @@ def runtime_takes(opset: int) -> bool:
     return True
 
 
-@pytest.mark.parametrize("opset", range(onnx_export.OLDEST_OPSET, onnx.defs.onnx_opset_version() + 1))
-def test_every_opset_is_written_and_runs_or_is_refused_by_the_runtime(small, tmp_path, opset):
+def last_opset() -> int:
+    """The newest that the installed ONNX Runtime loads."""
+    return max(n for n in range(onnx_export.OLDEST_OPSET, onnx.defs.onnx_opset_version()) if runtime_takes(n))
+
+
+@pytest.mark.parametrize(
+    "opset", [onnx_export.OLDEST_OPSET, 18, 20, last_opset(), onnx.defs.onnx_opset_version()]
+)
+def test_an_opset_is_written_and_runs_or_is_refused_by_the_runtime(small, tmp_path, opset):
     """Opsets newer than the installed ONNX Runtime knows end in its refusal, and no file."""
     x = torch.randn(2, 3, 12, 12)
     assert runtime_takes(onnx_export.DEFAULT_OPSET)

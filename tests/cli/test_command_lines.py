@@ -117,7 +117,7 @@ def test_odd_values_for_any_option_are_told(monkeypatch: pytest.MonkeyPatch) -> 
     for name, value in option_fuzzing.FAKE_GPU.items():
         monkeypatch.setenv(name, value)
     files = option_fuzzing.before()
-    for number in range(48):
+    for number in range(24):
         command = option_fuzzing.drawn(number, seed=0)
         with option_fuzzing.folder(files) as here:
             ended, wrong = option_fuzzing.fault(command, here)

@@ -128,9 +128,7 @@ def test_small_networks(name: str) -> None:
     check(SMALL[name](), torch.randn(2, 3, 8, 8), range(4))
 
 
-@pytest.mark.parametrize(
-    "build", [models.resnet18, models.mobilenet_v3_small, thin_shufflenet, models.squeezenet1_1]
-)
+@pytest.mark.parametrize("build", [models.mobilenet_v3_small, thin_shufflenet, models.squeezenet1_1])
 def test_known_networks(build: Callable[[], nn.Module]) -> None:
     check(build(), torch.randn(1, 3, 32, 32), range(1))
 

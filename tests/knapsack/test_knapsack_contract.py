@@ -152,7 +152,7 @@ def test_without_means_the_answer_is_no_worse_than_greedy(name: str, limits: dic
         rng = np.random.default_rng(10)
         costs = [rng.random(12) for _ in range(30)]
         values = costs
-    for fraction in (0.15, 0.5, 0.8):
+    for fraction in (0.15, 0.8):
         low, high = sum(c.min() for c in costs), sum(c.max() for c in costs)
         capacity = low + fraction * (high - low)
         solution = solve_knapsack(values, costs, capacity, **limits)

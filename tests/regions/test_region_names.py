@@ -120,7 +120,7 @@ def named(name: str) -> nn.Sequential:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_names_that_are_no_python(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_names_that_are_no_python(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     model, x = named(name), torch.randn(2, 3, 8, 8)
     masked_and_sliced(model, x)
     masked_and_sliced(in_a_row((name, "s", "last")), x)
@@ -128,6 +128,16 @@ def test_names_that_are_no_python(name: str, tmp_path: Path, capsys: pytest.Capt
     smaller = smcp_fx.convert(smcp_fx.prepare(model, x))
     for other in (copy.deepcopy(smaller), pickle.loads(pickle.dumps(smaller)), smcp_fx.prepare(smaller, x)):
         torch.testing.assert_close(other.eval()(x), smaller(x))
+    assert "read as code" not in capsys.readouterr().out
+
+
+def test_onnx_files_hold_any_name(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model, x = nn.Sequential(), torch.randn(2, 3, 8, 8)
+    for name in NAMES:
+        model.add_module(name, nn.Sequential())
+        model[-1].add_module(name, nn.Conv2d(8 if len(model) > 1 else 3, 8, 1))
+    model.add_module("last", nn.Conv2d(8, 4, 3))
+    smaller = smcp_fx.convert(smcp_fx.prepare(model.eval(), x))
     smcp_fx.export_onnx(smaller, x, tmp_path / "model.onnx")  # runs it, and compares
     assert "read as code" not in capsys.readouterr().out
 

@@ -42,9 +42,7 @@ from smcp_fx.serialization.saving import load, read_metadata, save
     [
         (thin_densenet, {}),
         (torchvision.models.mobilenet_v3_small, {}),
-        (torchvision.models.efficientnet_b0, {}),
         (thin_shufflenet, {}),
-        (torchvision.models.googlenet, {"aux_logits": False, "init_weights": False}),
         (thin_convnext, {}),
         (thin_swin_t, {}),
         (torchvision.models.squeezenet1_0, {}),

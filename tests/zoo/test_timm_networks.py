@@ -1,4 +1,4 @@
-"""A selection of timm's families, each with what others lack: the whole list is swept by tools/sweep_models.py."""
+"""A selection of timm's families, each with what others and torchvision's lack; tools/sweep_models.py sweeps all."""
 
 from __future__ import annotations
 
@@ -13,31 +13,26 @@ from timm.models.repghost import RepGhostNet
 
 # (model, pixels a side, share of input channels that is free)
 NETWORKS: list[tuple[str, int, float]] = [
-    ("resnet10t", 32, 1.0),
     ("skresnet18", 32, 1.0),  # attention over branches that are stacked
     ("resnest14d", 32, 1.0),  # the same over a radix
     ("nf_resnet26", 32, 1.0),  # weights standardised when they are used
     ("resnetv2_50d_evos", 64, 1.0),  # groups of channels viewed with a number that is worked out
     ("tf_mobilenetv3_small_minimal_100", 32, 1.0),  # padding that depends on the size
     ("ghostnet_050", 32, 1.0),
-    ("lcnet_050", 32, 1.0),
     ("hgnetv2_b0", 32, 1.0),
     ("repghostnet_050", 32, 1.0),
     ("fasternet_t0", 32, 1.0),  # a convolution of a part of the channels
     ("levit_conv_128s", 128, 1.0),  # attention with a bias looked up
-    ("convnext_atto", 32, 1.0),  # through layer norms over the kept channels
-    ("vit_tiny_patch16_224", 64, 1.0),  # the same
+    ("vit_tiny_patch16_224", 64, 1.0),  # through layer norms over the kept channels
 ]
 
 
 #: With fewer blocks, narrower, and of smaller images: more are only more of the same.
 SMALL: dict[str, dict[str, Any]] = {
-    "resnet10t": {"channels": (16, 32, 64, 128)},
     "skresnet18": {"layers": [1, 1, 1, 1], "channels": (16, 32, 64, 128)},
     "resnest14d": {"channels": (16, 32, 64, 128)},
     "nf_resnet26": {"depths": (1, 1, 1, 1), "channels": (32, 64, 128, 256)},
     "resnetv2_50d_evos": {"layers": [1, 1, 1, 1], "channels": (128, 256, 512, 1024)},
-    "convnext_atto": {"depths": (1, 1, 2, 1)},
     "levit_conv_128s": {"depth": (1, 1, 1), "img_size": 128},
     "vit_tiny_patch16_224": {"depth": 2, "img_size": 64},
 }
