@@ -64,7 +64,9 @@ def resize(
         raise InputError(
             f"resize needs a smaller model, or its state dict, to follow, not {type(like).__name__}"
         )
-    require_whole(model, "resize")
+    for given in (model, like):
+        if isinstance(given, nn.Module):
+            require_whole(given, "resize")
     trial = _resized(deep_copy(model), like)  # what fails leaves the model as it was
     if check and (example_inputs is not None or isinstance(like, nn.Module)):
         called, inputs = positional(

@@ -74,6 +74,7 @@ def test_what_is_pruned_can_be_sharded(mesh: DeviceMesh, tmp_path: Path) -> None
     for verb in (
         smcp_fx.Teacher,
         lambda m: smcp_fx.resize(m, m),
+        lambda m: smcp_fx.resize(Residual(16, 24), m),
         lambda m: smcp_fx.repair(m, prepared, X),
         lambda m: smcp_fx.save(m, tmp_path / "m.safetensors"),
         lambda m: smcp_fx.export_onnx(m, X, tmp_path / "m.onnx"),
