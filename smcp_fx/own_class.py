@@ -16,12 +16,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from smcp_fx.errors import InputError, first_line
 from smcp_fx.interface.example_inputs import default_inputs
 from smcp_fx.interface.positional import positional
+from smcp_fx.interface.wrapping import require_whole, unwrapped
 from smcp_fx.kept_channels import WIDTHS, Widths, cut_of, note_cut, renumbered
 from smcp_fx.outcomes import LOOSE, Outcome, difference, differs, fitting, in_mode, outcome_or_none
 from smcp_fx.passes.slice_channels import resize_fields
 from smcp_fx.prepared import PreparedModel
 from smcp_fx.proof import IMAGES, OTHERS, more_images, on_some, run_watched
-from smcp_fx.pruning.ranks import require_whole
 from smcp_fx.tracing.copying import deep_copy
 from smcp_fx.tracing.example_runs import outputs_of_modules, unchanged
 from smcp_fx.tracing.modes import conditions, is_flag
@@ -59,11 +59,14 @@ def resize(
     """
     if not isinstance(model, nn.Module) or isinstance(model, PreparedModel):
         raise InputError(f"resize needs a model of your own class, not {type(model).__name__}")
+    like = unwrapped(like) if isinstance(like, nn.Module) else like
     if not isinstance(like, (nn.Module, Mapping)) or isinstance(like, PreparedModel):
         raise InputError(
             f"resize needs a smaller model, or its state dict, to follow, not {type(like).__name__}"
         )
-    require_whole(model, "resize")
+    for given in (model, like):
+        if isinstance(given, nn.Module):
+            require_whole(given, "resize")
     trial = _resized(deep_copy(model), like)  # what fails leaves the model as it was
     if check and (example_inputs is not None or isinstance(like, nn.Module)):
         called, inputs = positional(

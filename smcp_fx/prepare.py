@@ -21,6 +21,7 @@ from smcp_fx.interface.output_types import keep_output_types
 from smcp_fx.interface.own_modes import own_modes
 from smcp_fx.interface.positional import positional
 from smcp_fx.interface.state_keys import keep_in_state
+from smcp_fx.interface.wrapping import require_whole, unwrapped
 from smcp_fx.kept_channels import Cut, kept_channels, note_cut, still_true
 from smcp_fx.masking.masks import META, STATE
 from smcp_fx.outcomes import in_mode
@@ -40,7 +41,6 @@ from smcp_fx.prepared import (
 )
 from smcp_fx.proof import check_converted, check_prepared
 from smcp_fx.pruning.loop_watch import TrainingWarning
-from smcp_fx.pruning.ranks import require_whole
 from smcp_fx.pruning.state import PruningState
 from smcp_fx.regions import run_by_graphs
 from smcp_fx.schedule import Schedule
@@ -71,6 +71,7 @@ def prepare(
     Args:
         model: any model that `torch.fx` can trace, or parts of which it can: the rest stays the Python it is
             (see `smcp_fx.regions`; ``prepared.regions`` lists the parts, ``prepared.untraced`` what stopped it).
+            Of one in `torch.compile`, `DataParallel` or the like, the model inside.
         example_inputs: a tensor, a tuple of the model's inputs, or a dict of them by the names of its forward's
             arguments; an input may itself be a list, tuple or dict of tensors, as in ``([slow, fast],)``. By default
             the model's own ``example_input_array``, timm's ``pretrained_cfg``, or images of the first convolution's
@@ -92,6 +93,7 @@ def prepare(
     """
     if not isinstance(model, nn.Module):
         raise InputError(f"prepare needs an nn.Module, not {type(model).__name__}")
+    model = unwrapped(model)
     if isinstance(model, PreparedModel):
         raise InputError("the model is prepared already; use it, or convert it first")
     for option, kind in ((config, PruningConfig), (schedule, Schedule)):

@@ -17,11 +17,10 @@ from smcp_fx.interface.as_traced import CalledAsTraced
 from smcp_fx.interface.carried import carried_attributes, carry
 from smcp_fx.interface.own_modes import set_own_modes
 from smcp_fx.interface.state_keys import keep_in_state
-from smcp_fx.interface.wrapping import unwrapped, without_wrappers
+from smcp_fx.interface.wrapping import require_whole, unwrapped, without_wrappers
 from smcp_fx.masking.masks import STATE
 from smcp_fx.model_summary import model_summary, share_of
 from smcp_fx.pruning.pruner import Pruner
-from smcp_fx.pruning.ranks import require_whole
 from smcp_fx.pruning.state import PruningState
 from smcp_fx.regions import Joined, run_by_graphs
 from smcp_fx.schedule import Schedule

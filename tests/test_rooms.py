@@ -48,7 +48,7 @@ MAY_IMPORT = {
     "blocks": "passes channels tracing",
     "backends": "blocks interface tracing storage",
     "latency": "backends blocks costs allocation channels tracing storage",
-    "pruning": "passes costs allocation channels storage",
+    "pruning": "passes costs interface allocation channels storage",
     "serialization": "regions interface tracing storage",
     "verbs": "pruning serialization regions passes costs channels interface masking tracing storage",
     "calibration": "verbs regions pruning passes costs interface masking tracing",

@@ -41,7 +41,7 @@ from smcp_fx.backends.onnx.recurrent import TRANSLATIONS, WholeRecurrentLayers, 
 from smcp_fx.backends.onnx.refusals import explain
 from smcp_fx.errors import BackendError, InputError, SmcpError, first_line
 from smcp_fx.interface.positional import flattened, returning_tensors
-from smcp_fx.interface.wrapping import is_prepared
+from smcp_fx.interface.wrapping import is_prepared, require_whole, unwrapped
 from smcp_fx.storage.files import check_replaceable
 from smcp_fx.tracing.modes import left_out
 from smcp_fx.tracing.names import any_names
@@ -82,6 +82,10 @@ def export_onnx(
     a model that is prepared and not converted yet.
     """
     path = Path(path)
+    if not isinstance(model, nn.Module):
+        raise InputError(f"export_onnx needs an nn.Module, not {type(model).__name__}")
+    model = unwrapped(model)
+    require_whole(model, "export_onnx")
     if is_prepared(model):
         raise InputError(
             "the model is prepared, not converted: its file would be as large as the unpruned network's. "

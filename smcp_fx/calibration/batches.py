@@ -188,7 +188,9 @@ def _batch(number: int, item: Any) -> Batch:
         args, kwargs = tuple(inputs) if isinstance(inputs, (list, tuple)) else (inputs,), {}
     tensors = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
     if not tensors:
-        raise InputError(f"the inputs of batch {number} hold no tensor: {_told(inputs)}")
+        raise InputError(
+            f"the inputs of batch {number} hold no tensor, but {_told(inputs)}: give tensors (torch.as_tensor)"
+        )
     for tensor in tensors:
         if not tensor.numel():
             raise InputError(f"batch {number} holds an empty tensor, of shape {tuple(tensor.shape)}")
@@ -210,5 +212,5 @@ def _moved(value: Any, device: torch.device) -> Any:
 
 
 def _told(value: Any) -> str:
-    text = repr(value)
+    text = " ".join(repr(value).split())
     return f"{type(value).__name__} {text if len(text) < 80 else text[:77] + '...'}"

@@ -15,6 +15,7 @@ from smcp_fx.calibration.repair import repair
 from smcp_fx.config import PruningConfig
 from smcp_fx.costs.binding import CostModel
 from smcp_fx.errors import InputError
+from smcp_fx.interface.wrapping import unwrapped
 from smcp_fx.output_kinds import Kinds
 from smcp_fx.prepare import ConvertedModule, convert, prepare
 
@@ -51,7 +52,7 @@ def compress(
     """
     if not isinstance(model, nn.Module):
         raise InputError(f"compress needs an nn.Module, not {type(model).__name__}")
-    batches = again(batches)
+    model, batches = unwrapped(model), again(batches)
     first = next(each_batch(batches)).to(device_of(model)).for_model(model)
     example = first.kwargs or first.args
     prepared = prepare(model, example, target=target, cost=cost, config=config)

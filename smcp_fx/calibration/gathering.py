@@ -26,11 +26,11 @@ from smcp_fx.calibration.elimination import Elimination, Order
 from smcp_fx.calibration.objective import Loss, Objective
 from smcp_fx.calibration.progress import Progress, Stretch
 from smcp_fx.errors import InputError
+from smcp_fx.interface.wrapping import require_whole
 from smcp_fx.outcomes import in_mode
 from smcp_fx.output_kinds import Kinds
 from smcp_fx.prepared import PreparedModel, prepared_of
 from smcp_fx.pruning.importance import TaylorImportance
-from smcp_fx.pruning.ranks import require_whole
 from smcp_fx.pruning.state import PruningState
 from smcp_fx.pruning.worth import Floats
 

@@ -103,13 +103,16 @@ class Objective:
                 f"the loss of {batch} fails: {type(error).__name__}: {first_line(error)} It is called with "
                 "(outputs, labels), as the model returns the ones and the batch holds the others"
             ) from error
-        if not isinstance(value, Tensor) or value.numel() != 1 or not bool(torch.isfinite(value).all()):
+        number = isinstance(value, Tensor) and value.numel() == 1 and not value.is_complex()
+        if not number or not bool(torch.isfinite(value).all()):
             shown = (
                 f"of shape {tuple(value.shape)}"
                 if isinstance(value, Tensor) and value.numel() != 1
                 else f"{value}"
             )
-            raise InputError(f"the loss of {batch} is {shown}; it must be one finite number, as a tensor")
+            raise InputError(
+                f"the loss of {batch} is {shown}; it must be one finite real number, as a tensor"
+            )
         if not value.requires_grad:
             raise InputError(
                 f"the loss of {batch} has no gradient: it must be computed from the outputs, by torch"

@@ -14,11 +14,11 @@ from smcp_fx.calibration.batches import MEMORY, Batch, device_of, each_batch, en
 from smcp_fx.calibration.progress import Progress
 from smcp_fx.calibration.side_by_side import Narrowed, RepairReport, SideBySide
 from smcp_fx.errors import InputError
+from smcp_fx.interface.wrapping import require_whole
 from smcp_fx.outcomes import in_mode
 from smcp_fx.passes.sliced_labels import Sliced
 from smcp_fx.prepare import sliced_graph, trained_graph
 from smcp_fx.prepared import PreparedModel, prepared_of
-from smcp_fx.pruning.ranks import require_whole
 from smcp_fx.tracing.copying import sharing
 
 

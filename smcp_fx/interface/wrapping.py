@@ -1,4 +1,4 @@
-"""Wrappers around models, and whether a model has been prepared."""
+"""Wrappers around models, weights that are sharded, and whether a model has been prepared."""
 
 from __future__ import annotations
 
@@ -6,12 +6,15 @@ from collections.abc import Container
 from typing import Any
 
 from torch import nn
+from torch.optim.swa_utils import AveragedModel
 
+from smcp_fx.errors import TrainingError
 from smcp_fx.masking.masks import STATE
 
 #: What `torch.compile` and other wrappers of parts put into names, and `DistributedDataParallel` before them.
 INSIDE = ("_orig_mod.", "_fsdp_wrapped_module.", "_checkpoint_wrapped_module.")
 _BEFORE = ("module.", *INSIDE)
+_AROUND = (nn.parallel.DistributedDataParallel, nn.DataParallel, AveragedModel)
 
 
 def is_prepared(model: nn.Module) -> bool:
@@ -20,14 +23,33 @@ def is_prepared(model: nn.Module) -> bool:
 
 
 def unwrapped(model: nn.Module) -> nn.Module:
-    """Return the model inside `DistributedDataParallel`, `DataParallel` or `torch.compile`."""
+    """Return the model inside `DistributedDataParallel`, `DataParallel`, `AveragedModel` or `torch.compile`."""
     while True:
-        if isinstance(model, (nn.parallel.DistributedDataParallel, nn.DataParallel)):
+        if isinstance(model, _AROUND):
             model = model.module
         elif isinstance(getattr(model, "_orig_mod", None), nn.Module):
             model = model._orig_mod  # type: ignore[assignment]
         else:
             return model
+
+
+def require_whole(model: nn.Module, verb: str = "") -> None:
+    """Raise `TrainingError` for a model whose parameters lie in parts on several ranks.
+
+    ``verb``: what needs them whole, other than pruning.
+    """
+    by_fsdp = any("_is_fsdp_managed_module" in vars(module) for module in model.modules())
+    if by_fsdp or any(type(parameter).__name__ == "DTensor" for parameter in model.parameters()):
+        how = f"the parameters are sharded, by {'FSDP' if by_fsdp else 'tensor parallelism'}, and"
+        if verb:
+            raise TrainingError(
+                f"{how} {verb} needs them whole: call it before the model is sharded, or on a copy that is not, with "
+                "the state that torch's get_model_state_dict(..., StateDictOptions(full_state_dict=True)) gathers"
+            )
+        raise TrainingError(
+            f"{how} channels are chosen from whole ones. Train the prepared model with DistributedDataParallel; or "
+            "prune first, and shard the plain model that convert or compress returns: fully_shard(smaller)."
+        )
 
 
 def without_wrappers(state: dict[str, Any], prefix: str, own: Container[str]) -> None:

@@ -20,6 +20,7 @@ from smcp_fx.config import PruningConfig, is_number
 from smcp_fx.cost_model import NetworkCost
 from smcp_fx.costs.binding import absolute_target
 from smcp_fx.errors import CheckpointError, InfeasibleBudgetError, InputError
+from smcp_fx.interface.wrapping import require_whole
 from smcp_fx.pruning import ranks
 from smcp_fx.pruning.agreeing import agree
 from smcp_fx.pruning.explanations import no_importance, out_of_reach
@@ -130,7 +131,7 @@ class Pruner:
         if scaler is not None and not callable(getattr(scaler, "is_enabled", None)):
             raise InputError(f"scaler must be the GradScaler in use or None, not {scaler!r}")
         if not self._calls:
-            ranks.require_whole(self._model)
+            require_whole(self._model)
         state = self._state
         state.rises = None
         self._watch.before_step(self._model.training, scaler is not None)

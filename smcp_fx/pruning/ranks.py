@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 from smcp_fx.errors import TrainingError
 from smcp_fx.storage.tensor_file import raw
@@ -135,19 +135,3 @@ def _lost() -> str:
     names = ", ".join(map(str, silent))
     who = {0: "one", 1: f"rank {names}"}.get(len(silent), f"one of the ranks {names} that do not answer")
     return f"{who} has died or hangs"
-
-
-def require_whole(model: nn.Module, verb: str = "") -> None:
-    """Raise `TrainingError` for a model whose parameters lie in parts on several ranks.
-
-    ``verb``: what needs them whole, other than pruning.
-    """
-    by_fsdp = any("_is_fsdp_managed_module" in vars(module) for module in model.modules())
-    if by_fsdp or any(type(parameter).__name__ == "DTensor" for parameter in model.parameters()):
-        how = f"the parameters are sharded, by {'FSDP' if by_fsdp else 'tensor parallelism'}, and"
-        if verb:
-            raise TrainingError(f"{how} {verb} needs them whole: call it before the model is sharded")
-        raise TrainingError(
-            f"{how} channels are chosen from whole ones. Train the prepared model with DistributedDataParallel; or "
-            "prune first, and shard the plain model that convert or compress returns: fully_shard(smaller)."
-        )

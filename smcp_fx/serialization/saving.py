@@ -26,7 +26,7 @@ from torch import Tensor, fx, nn
 
 from smcp_fx.errors import CheckpointError, InputError
 from smcp_fx.interface.output_types import plain_containers
-from smcp_fx.interface.wrapping import is_prepared
+from smcp_fx.interface.wrapping import is_prepared, require_whole, unwrapped
 from smcp_fx.regions import graph_of, runs_in_regions
 from smcp_fx.serialization.converted import ConvertedModule
 from smcp_fx.serialization.graph_codec import Own, own_functions
@@ -78,6 +78,10 @@ def save(converted: nn.Module, path: Path | str, *, metadata: Mapping[str, Any] 
         raise InputError(
             f"a model is saved to a *{_SUFFIX} file, its manifest beside it as *.json; not to {path}"
         )
+    if not isinstance(converted, nn.Module):
+        raise InputError(f"save needs what smcp_fx.convert returned, not {type(converted).__name__}")
+    converted = unwrapped(converted)
+    require_whole(converted, "save")
     if is_prepared(converted):
         raise InputError("a prepared model is not saved: save smcp_fx.convert(prepared), or its state_dict()")
     try:
@@ -185,7 +189,10 @@ def _encoded(converted: nn.Module, metadata: Mapping[str, Any], tensors: TensorW
     elif isinstance(converted, fx.GraphModule):
         manifest |= encode_graph_module(converted, tensors)
     else:
-        raise InputError(f"save needs what smcp_fx.convert returned, not {name}")
+        raise InputError(
+            f"save needs what smcp_fx.convert returned, not {name}: of a model of your own class, save the "
+            "state_dict(), which smcp_fx.resize takes"
+        )
     manifest["tensors"] = tensors.entries
     try:  # refuse here what could not be loaded
         _try_to_decode(manifest, tensors.stored, own_functions(applied_classes(converted)))

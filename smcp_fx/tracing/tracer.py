@@ -151,12 +151,11 @@ def _takes(model: nn.Module, traced: fx.GraphModule, inputs: tuple[Any, ...]) ->
 
 
 def _require_traceable(model: nn.Module, inputs: tuple[Any, ...]) -> None:
-    """Raise `InputError` for compiled models, which have no Python to trace, and for empty inputs."""
-    scripted = isinstance(model, torch.jit.ScriptModule)
-    if scripted or isinstance(getattr(model, "_orig_mod", None), nn.Module):
+    """Raise `InputError` for scripted models, which have no Python to trace, and for empty inputs."""
+    if isinstance(model, torch.jit.ScriptModule):
         raise InputError(
-            f"the model is compiled by {'torch.jit' if scripted else 'torch.compile'}: prepare the model that it was "
-            "made from, and compile what convert returns."
+            "the model is compiled by torch.jit: prepare the model that it was made from, and compile what convert "
+            "returns."
         )
     for value in inputs:
         if isinstance(value, Tensor) and not value.numel():

@@ -16,10 +16,9 @@ from torch import Tensor, nn
 
 from smcp_fx.config import is_number
 from smcp_fx.errors import InputError, SmcpError, first_line
-from smcp_fx.interface.wrapping import is_prepared, unwrapped
+from smcp_fx.interface.wrapping import is_prepared, require_whole, unwrapped
 from smcp_fx.output_kinds import Kinds, Reading, named_tensors, read_outputs, spread, told
 from smcp_fx.pruning.loop_watch import tell
-from smcp_fx.pruning.ranks import require_whole
 from smcp_fx.tracing.copying import deep_copy
 from smcp_fx.training.features import Student, hooked, require_modules
 
@@ -56,7 +55,9 @@ class Teacher:
         if not is_number(temperature) or not 0 < temperature < math.inf:
             raise InputError(f"temperature must be a positive number, not {temperature!r}")
         require_whole(model, "Teacher")
-        self.model = deep_copy(unwrapped(model)).requires_grad_(False).eval()
+        self.model = deep_copy(unwrapped(model)).eval()
+        for parameter in self.model.parameters():  # scripts have no requires_grad_
+            parameter.requires_grad_(False)
         self.temperature = float(temperature)
         self.readings: dict[str, Reading] = {}
         self._outputs = outputs

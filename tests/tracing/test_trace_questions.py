@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from tracing_oracle import check_traced
 
 import smcp_fx
-from smcp_fx.errors import AssumptionError, InputError, SmcpError, TraceError
+from smcp_fx.errors import AssumptionError, SmcpError, TraceError
 
 Wiring = Callable[[Any, Tensor], Tensor]
 
@@ -215,14 +215,6 @@ def test_what_stands_in_is_gone_afterwards() -> None:
     smcp_fx.prepare(Asking(ANSWERED["windows"]).eval(), torch.randn(2, 3, 8, 8))
     assert (torch.finfo, torch.is_tensor, nn.Module.__setattr__, ramp) == before
     assert not set(names) & set(globals())
-
-
-def test_a_compiled_model_is_refused_by_name() -> None:
-    model = torch.compile(nn.Sequential(conv(3, 8), nn.ReLU(), conv(8, 4)), backend="eager")
-    with pytest.raises(
-        InputError, match=r"compiled by torch\.compile: prepare the model that it was made from"
-    ):
-        smcp_fx.prepare(model, torch.randn(2, 3, 8, 8))
 
 
 class Views(nn.Module):
