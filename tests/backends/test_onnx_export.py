@@ -94,7 +94,11 @@ def runtime_takes(opset: int) -> bool:
     return True
 
 
-@pytest.mark.parametrize("opset", range(onnx_export.OLDEST_OPSET, onnx.defs.onnx_opset_version() + 1))
+#: One of three, from the newest down: the test above has the oldest and the default.
+OPSETS = range(onnx.defs.onnx_opset_version(), onnx_export.OLDEST_OPSET, -3)
+
+
+@pytest.mark.parametrize("opset", OPSETS)
 def test_every_opset_is_written_and_runs_or_is_refused_by_the_runtime(small, tmp_path, opset):
     """Opsets newer than the installed ONNX Runtime knows end in its refusal, and no file."""
     x = torch.randn(2, 3, 12, 12)
@@ -164,18 +168,15 @@ def test_an_example_batch_of_one_stays_open_and_a_fixed_one_is_fixed(small, tmp_
         run_file(fixed, np.zeros((5, 3, 8, 8), np.float32))
 
 
-@pytest.mark.parametrize(
-    ("operation", "name"), [(torch.linalg.svdvals, "linalg_svd"), (torch.special.i1, "bessel_i1")]
-)
-def test_an_operation_onnx_lacks_is_named_with_its_module(tmp_path, operation, name):
+def test_an_operation_onnx_lacks_is_named_with_its_module(tmp_path):
     class Odd(nn.Module):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return operation(x)
+            return torch.linalg.svdvals(x)
 
     model = nn.Sequential()
     model.add_module("first", nn.Conv2d(3, 4, 3))
     model.add_module("odd", Odd())
-    with pytest.raises(BackendError, match=rf"{name}.* in module 'odd'.*dynamic_batch=False"):
+    with pytest.raises(BackendError, match=r"linalg_svd.* in module 'odd'.*dynamic_batch=False"):
         export_onnx(model, torch.randn(2, 3, 8, 8), tmp_path / "n.onnx")
     assert list(tmp_path.iterdir()) == []
 

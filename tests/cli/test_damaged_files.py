@@ -332,7 +332,7 @@ FORMATS: dict[str, Callable[[Path, bytes], Case]] = {
     "recipe": recipe,
 }
 #: So many of each in a run of all tests; a table costs six commands.
-FEW = {"table": 120, "settings": 150}
+FEW = {"table": 60, "settings": 75}
 
 
 @pytest.mark.slow
@@ -347,7 +347,7 @@ def test_damage_is_told_or_harmless(
     content, mutators, read = FORMATS[name](tmp_path, table_bytes)
     monkeypatch.setattr(sys, "argv", ["smcp"])
     failed, held = fuzzing.kinds_of_failure(
-        content, mutators, read, (SmcpError, WorkerError), fuzzing.cases(FEW.get(name, 300))
+        content, mutators, read, (SmcpError, WorkerError), fuzzing.cases(FEW.get(name, 150))
     )
     shown = capsys.readouterr()
     assert "Traceback" not in shown.out + shown.err
