@@ -10,8 +10,9 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-_CONTEXT = multiprocessing.get_context("forkserver")
-_CONTEXT.set_forkserver_preload(["smcp_fx", "smcp_fx.latency.table", "torch.distributed"])
+#: Processes begin as spawned ones do, of what is pickled for them.
+CONTEXT = multiprocessing.get_context("forkserver")
+CONTEXT.set_forkserver_preload(["smcp_fx", "smcp_fx.latency.table", "torch.distributed"])
 
 
 class Running:
@@ -19,7 +20,7 @@ class Running:
 
     def __init__(self, told: Path, function: Callable[..., Any], *arguments: Any, **environment: str) -> None:
         self._told = told
-        self._process = _CONTEXT.Process(target=_run, args=(told, environment, function, arguments))
+        self._process = CONTEXT.Process(target=_run, args=(told, environment, function, arguments))
         self._process.start()
 
     def ended(self) -> int | None:

@@ -35,8 +35,8 @@ FAST = TimingConfig(min_repeats=2, max_repeats=3, budget_ms=1, attempts=1, warmu
     [
         (ABlock("conv"), [(8, 16), (24, 8), (16, 32), (64, 64), (40, 8), (8, 8), (32, 56)], 1),
         (ABlock("depthwise"), [(8,), (16,), (24,), (40,), (64,)], 1),
-        (ABlock("head"), [(8,), (16,), (24,), (40,), (512,)], 1),
-        (ABlock("shuffle"), [(8,), (16,), (24,), (40,), (512,)], 1),
+        (ABlock("head"), [(8,), (16,), (24,), (40,), (64,)], 1),
+        (ABlock("shuffle"), [(8,), (16,), (24,), (40,), (64,)], 1),
     ],
 )
 def test_one_export_serves_all_widths(block, points, exports, monkeypatch):
@@ -59,11 +59,11 @@ def test_one_export_serves_all_widths(block, points, exports, monkeypatch):
     assert 0 < len(built) < len(points)
 
 
-@pytest.mark.parametrize(("kind", "exports"), [("moves", 1), ("dead moves", 5)])
+@pytest.mark.parametrize(("kind", "exports"), [("moves", 1), ("dead moves", 3)])
 def test_moved_channels_are_those_of_each_width(kind, exports):
     """One export serves where its constants are the module's, one for one; elsewhere every width is exported."""
     models = BlockModels()
-    for width in (3, 9, 8, 31, 2):
+    for width in (3, 9, 2):
         module, (x,) = ABlock(kind).build((width,))
         model = models.model(ABlock(kind), (width,))
         onnx.checker.check_model(model, full_check=True)
@@ -81,13 +81,12 @@ def test_a_template_whose_reshapes_lose_numbers_does_not_serve():
     models = BlockModels()
     for block in cut(traced, build(traced.module, traced.values)):
         small, full = ([grid[end] for grid in block.grids] for end in (0, -1))
-        for widths in (
-            (small, [*full[:1], *small[1:]], full) if small else ([],)
-        ):  # the first one changes alone
-            module, inputs = block.build(tuple(widths))
+        alone = (*full[:1], *small[1:])  # the first one changes
+        for widths in dict.fromkeys((tuple(small), alone, tuple(full))):
+            module, inputs = block.build(widths)
             with torch.no_grad():
                 expected = flatten_outputs(module(*inputs))
-            with OnnxRuntimeEngine(models.model(block, tuple(widths)).SerializeToString()) as engine:
+            with OnnxRuntimeEngine(models.model(block, widths).SerializeToString()) as engine:
                 found = engine.run([value.numpy() for value in inputs])
             assert [value.shape for value in found] == [tuple(value.shape) for value in expected], block.name
 

@@ -171,18 +171,15 @@ def test_an_example_batch_of_one_stays_open_and_a_fixed_one_is_fixed(small, tmp_
         run_file(fixed, np.zeros((5, 3, 8, 8), np.float32))
 
 
-@pytest.mark.parametrize(
-    ("operation", "name"), [(torch.linalg.svdvals, "linalg_svd"), (torch.special.i1, "bessel_i1")]
-)
-def test_an_operation_onnx_lacks_is_named_with_its_module(tmp_path, operation, name):
+def test_an_operation_onnx_lacks_is_named_with_its_module(tmp_path):
     class Odd(nn.Module):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return operation(x)
+            return torch.linalg.svdvals(x)
 
     model = nn.Sequential()
     model.add_module("first", nn.Conv2d(3, 4, 3))
     model.add_module("odd", Odd())
-    with pytest.raises(BackendError, match=rf"{name}.* in module 'odd'.*dynamic_batch=False"):
+    with pytest.raises(BackendError, match=r"linalg_svd.* in module 'odd'.*dynamic_batch=False"):
         export_onnx(model, torch.randn(2, 3, 8, 8), tmp_path / "n.onnx")
     assert list(tmp_path.iterdir()) == []
 

@@ -112,12 +112,12 @@ def test_what_cannot_work_is_one_sentence_and_changes_nothing(
 
 
 def test_odd_values_for_any_option_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A few drawn ones; `python tests/cli/option_fuzzing.py 5000` for as many as one has the time for."""
+    """One of each kind of line; `python tests/cli/option_fuzzing.py 5000` for as many as one has the time for."""
     option_fuzzing.cut_off(monkeypatch.setattr)
     for name, value in option_fuzzing.FAKE_GPU.items():
         monkeypatch.setenv(name, value)
     files = option_fuzzing.before()
-    for number in range(24):
+    for number in range(len(option_fuzzing.LINES)):
         command = option_fuzzing.drawn(number, seed=0)
         with option_fuzzing.folder(files) as here:
             ended, wrong = option_fuzzing.fault(command, here)

@@ -61,23 +61,23 @@ def test_one_target(work: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_a_curve_without_labels(work: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """All images lie in one folder; what counts is whether the dense network would have said the same."""
-    assert run(*TRAINED, "--data", "images:images", "--targets", "50%,0.9,70%") == 0
+    assert run(*TRAINED, "--data", "images:images", "--targets", "50%,0.9") == 0
     assert "agreement 100.00% -> " in capsys.readouterr().out
     report = report_of(work)
     curve = report["targets"]
     assert report["target"] == "0.5"
-    assert [point["target"] for point in curve] == pytest.approx([0.9, 0.7, 0.5])
+    assert [point["target"] for point in curve] == pytest.approx([0.9, 0.5])
     for point in curve:
         assert point["flops"] <= point["target"] * report["dense"]["flops"]
         assert (work / "out" / point["file"]).is_file()
-    assert [point["file"] for point in curve] == ["pruned-0.9.onnx", "pruned-0.7.onnx", "pruned.onnx"]
+    assert [point["file"] for point in curve] == ["pruned-0.9.onnx", "pruned.onnx"]
     assert all((work / "out" / file).is_file() for file in report["files"].values())
     assert (work / "out" / "pruned-0.9.safetensors").is_file()
     assert report["agreement"] and not report["calibration"]["labels"] and report["dense"]["accuracy"] == 1
     page = (work / "out" / "report.html").read_text(encoding="utf-8")
     assert "What each target costs" in page and "Repaired layers" in page
     assert "agreement with the dense network" in page
-    assert run("--weights", "good.pth", "--target", "0.8", *UNWRITTEN) == 0
+    assert run(*TRAINED, "--target", "0.8", *UNWRITTEN) == 0
     assert not list((work / "out").glob("pruned-*"))  # of the run that this one replaces
 
 
@@ -91,12 +91,12 @@ def test_a_runtime_that_loads_no_file_names_none(work: Path) -> None:
 def test_epochs_follow_what_is_repaired(work: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """With labels and without: the network that learns is the repaired one, and the dense one teaches it."""
     for data in ("imagefolder:images", "images:images"):
-        flags = ("--data", data, "--epochs", "2", "--train-batch", "8", *UNWRITTEN)
+        flags = ("--data", data, "--epochs", "1", *UNWRITTEN)
         assert run("--weights", "good.pth", *flags) == 0
         shown = capsys.readouterr().out
         assert shown.index("slicing and repairing") < shown.index("fine-tuning") < shown.index("emitting")
         report = report_of(work)
-        assert report["calibration"]["layers"] and len(report["training"]) == 2 and len(report["solves"]) == 1
+        assert report["calibration"]["layers"] and len(report["training"]) == 1 and len(report["solves"]) == 1
         assert report["pruned"]["accuracy"] >= report["calibration"]["repaired"] - 0.1
 
 

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from models import Residual, conv_bn
+from processes import CONTEXT
 from torch import Tensor, nn
 
 import smcp_fx
@@ -106,7 +107,7 @@ def _train(state: dict[str, Tensor], queue: Any) -> None:
 
 
 def _answer(start: str, work: Callable[..., None], given: Any) -> Tensor:
-    context = multiprocessing.get_context(start)
+    context = CONTEXT if start == "anew" else multiprocessing.get_context(start)
     queue = context.Queue()
     worker = context.Process(target=work, args=(given, queue))
     worker.start()
@@ -121,8 +122,8 @@ def test_a_forked_worker_has_the_model() -> None:
     assert torch.equal(_answer("fork", _convert, network), computed(network))
 
 
-def test_a_spawned_worker_is_given_the_state_as_the_error_says() -> None:
+def test_a_worker_that_begins_anew_is_given_the_state_as_the_error_says() -> None:
     network = prepared(1)
     with pytest.raises(CheckpointError, match=r"not pickled: save prepared\.state_dict\(\)"):
-        ForkingPickler.dumps(network)  # as it goes to a spawned process
-    assert torch.equal(_answer("spawn", _train, network.state_dict()), trained(network))
+        ForkingPickler.dumps(network)  # as it goes to such a process
+    assert torch.equal(_answer("anew", _train, network.state_dict()), trained(network))
