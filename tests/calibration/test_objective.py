@@ -18,7 +18,7 @@ from smcp_fx.calibration.objective import Objective, cancelled
 from smcp_fx.errors import InputError
 
 #: Draws whose mean is taken, and how far it may be from the truth, a share of the largest entry.
-_DRAWS, _NEAR = 1500, 0.2
+_DRAWS, _NEAR = 600, 0.2
 
 
 def _first(x: Any) -> Batch:
