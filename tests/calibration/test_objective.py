@@ -237,3 +237,32 @@ def test_a_loss_of_ones_own_tells_the_same_as_the_labels() -> None:
     first, second = rises
     assert first is not None and second is not None
     assert all((first[name] == second[name]).all() for name in first)
+
+
+def test_outputs_beside_each_other_count_as_shares_of_what_a_constant_answer_is_away() -> None:
+    torch.manual_seed(0)
+    whole = {
+        "boxes": 30 * torch.randn(8, 5),
+        "sure": torch.randn(8, 3, 2) - 5,
+        "names": 4 * torch.randn(8, 2, 4),
+    }
+    constant = {
+        "boxes": whole["boxes"].mean(0).expand(8, 5),
+        "sure": whole["sure"].sigmoid().mean(0).logit().expand(8, 3, 2),
+        "names": whole["names"].softmax(-1).mean(0).log().expand(8, 2, 4),
+    }
+    batch, kinds = _first(torch.randn(8, 3)), {"boxes": "values", "sure": "binary", "names": "classes"}
+    objective = Objective(nn.Identity(), outputs=kinds)
+    for name in whole:
+        assert objective.distance(whole | {name: constant[name]}, whole, batch) == pytest.approx(1, rel=1e-4)
+        away = {name: whole[name].clone().requires_grad_()}
+        squares = [
+            torch.autograd.grad(objective(whole | away, batch), away[name])[0].square().mean()
+            for _ in range(20)
+        ]
+        alone = Objective(nn.Identity(), outputs=kinds[name])
+        one = [
+            torch.autograd.grad(alone(away[name], batch), away[name])[0].square().mean() for _ in range(20)
+        ]
+        lost = alone.distance(constant[name], whole[name], batch)
+        assert float(sum(squares) / sum(one)) == pytest.approx(1 / lost, rel=0.2)
