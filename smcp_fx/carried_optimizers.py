@@ -99,7 +99,8 @@ def carry_optimizer(optimizer: AnyOptimizer, model: nn.Module, smaller: nn.Modul
             f"{type(made).__name__} begins anew for {len(anew)} of {len(state)} parameters, as at their new shapes "
             f"it keeps another kind of state: {listed_paths([paths.get(new, 'another') for new in anew])}"
         )
-    made.state.update({new: moments for new, moments in state.items() if not any(new is one for one in anew)})
+    dropped = set(anew)
+    made.state.update({new: moments for new, moments in state.items() if new not in dropped})
     return made
 
 

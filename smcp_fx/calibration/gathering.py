@@ -70,7 +70,7 @@ def gather_importance(
 
     ``outputs`` says what the model's output is: "classes" ("classes:2": along dimension 2), "binary" (yes or no, each
     number a score or a probability) or "values"; of nested outputs a dict of those that count by name, such as
-    ``{"boxes": "values", "0.logits": "classes"}``.
+    ``{"boxes": "values", "0.logits": "classes"}``; each counts relative to the best constant answer.
 
     ``progress`` is called with the share that is done, 0 to 1, after each batch and each group.
 
@@ -183,9 +183,7 @@ def first_order(
         TaylorImportance(prepared.channels, prepared.smcp, prepared.pruner.config.importance),
     )
     device, progressed = device_of(prepared), Stretch(progress)
-    number = (
-        1 if progress is None else number_of(batches)
-    )  # counting a loader without a length goes through it
+    number = 1 if progress is None else number_of(batches)  # which goes through a loader without a length
     before = [(parameter, parameter.grad, parameter.requires_grad) for parameter in prepared.parameters()]
     state.forget()
     try:

@@ -12,10 +12,9 @@ Without the user's loss it is a random one, whose gradient g has E[g g'] = the c
   error relative to the outputs' variance, the mean over the n values of an image (Gauss-Newton matrix by random
   projections, Hutchinson 1990).
 
-The distances of several outputs add up, each as a share of what the best constant answer is away: so those of values
-are relative to the variance, and those of classes and of yes or no to the divergence from the mean prediction. Else
-maps that are mostly certain would count for nothing beside boxes. Gradients of a distance to the model itself would
-be zero.
+The distances of several outputs add up, each relative to that of the best constant answer: for values the variance,
+for classes and yes or no the divergence from the mean prediction. Otherwise a map that is mostly certain would count
+for nothing beside boxes. Gradients of a distance to the model itself would be zero.
 """
 
 from __future__ import annotations
@@ -50,7 +49,8 @@ Loss = Callable[[Any, Any], Tensor]
 #: A loss is at its minimum where `cancelled` is below. Measured on ten small networks: at most 1e-5 where labels are
 #: the network's own outputs, 1e-4 after training to convergence, 0.09 and more after usual training.
 _ROUNDING = 1e-4
-#: Outputs that tell less of the images than so many nats count as if they told as much. Chosen.
+#: The best constant answer counts as so many nats away at least: outputs that hardly change get no huge weights.
+#: Chosen, as that of `spread`.
 _LEAST = 1e-4
 #: The number of no class, as in `torch.nn.functional.cross_entropy`.
 _NO_CLASS = -100
@@ -76,7 +76,9 @@ class Objective:
         self._model, self._loss, self._outputs, self._quiet = model, loss, outputs, quiet
         self._readings: dict[str, Reading] | None = None
         self._scales: dict[str, float] = {}
-        self._shares: dict[str, float] = {}
+        self._weights: dict[
+            str, float
+        ] = {}  # of classes and of yes or no, where outputs stand beside each other
         self._checks = not quiet
 
     @torch.no_grad()
@@ -138,8 +140,8 @@ class Objective:
     def distance(self, outputs: Any, whole: Any, batch: Batch) -> float:
         """Return how far a batch's outputs are from the whole network's, or the user's loss where there is one.
 
-        The divergence of classes, and of yes or no, the mean over positions; the squared error of values relative to
-        their variance.
+        For one output the divergence in nats (classes, yes or no; the mean over positions), or the squared error of
+        values relative to their variance. For several the sum, each relative to the best constant answer.
         """
         if self._loss is not None:
             return float(self._loss(outputs, batch.labels))
@@ -147,17 +149,14 @@ class Objective:
         for name, reading in self.read(whole, batch).items():
             if name not in ours or name not in theirs:
                 continue
-            a, b, share = (
-                reading.scores(ours[name]),
-                reading.scores(theirs[name]),
-                self._shares.get(name, 1.0),
-            )
+            a, b = reading.scores(ours[name]), reading.scores(theirs[name])
+            weight = self._weights.get(name, 1.0)
             if reading.kind == "classes":
                 away = F.kl_div(a.log_softmax(-1), b.log_softmax(-1), log_target=True, reduction="none")
-                total += share * float(away.sum(-1).mean())
+                total += weight * float(away.sum(-1).mean())
             elif reading.kind == "binary":
                 p = b.sigmoid()
-                total += share * float(
+                total += weight * float(
                     F.binary_cross_entropy_with_logits(a, p) - F.binary_cross_entropy_with_logits(b, p)
                 )
             else:
@@ -191,14 +190,14 @@ class Objective:
             _require_finite(scores, batch)
             return (scores * _signs(scores)).sum() * (self._scales[name] / batch.images)
         assert labels is not None
-        share = self._shares.get(name, 1.0)
+        weight = self._weights.get(name, 1.0)
         if reading.kind == "binary":
             _require_fit(answers_fit(labels, tensor.shape), name, tensor, labels, batch)
             labels = labels.reshape(scores.shape).to(scores.dtype)
             if batch.labels is not None:
                 _require_within(labels, 1, "yes or no", batch)
             return F.binary_cross_entropy_with_logits(scores, labels) * math.sqrt(
-                share * scores.numel() / batch.images
+                weight * scores.numel() / batch.images
             )
         rows = scores.flatten(0, -2)
         if labels.shape == tensor.shape:  # probabilities of classes
@@ -216,7 +215,7 @@ class Objective:
             _require_within(
                 counted, rows.shape[1] - 1, f"{rows.shape[1]} classes ({_NO_CLASS} is no class)", batch
             )
-        return F.cross_entropy(rows, targets) * math.sqrt(share * rows.shape[0] / batch.images)
+        return F.cross_entropy(rows, targets) * math.sqrt(weight * rows.shape[0] / batch.images)
 
     def read(self, outputs: Any, batch: Batch) -> dict[str, Reading]:
         """Return the kinds of outputs; reports them once, if the user has not given them."""
@@ -242,9 +241,8 @@ class Objective:
                 variance, number = float(spread(values)), values.numel() / batch.images
                 self._scales[name] = math.sqrt(2 / (number * variance)) if variance else 0.0
             elif len(readings) > 1:
-                self._shares[name] = 1 / max(
-                    float(_told(reading.scores(tensors[name]), reading.kind)), _LEAST
-                )
+                away = float(_from_mean(reading.scores(tensors[name]), reading.kind))
+                self._weights[name] = 1 / max(away, _LEAST)
         if not self._quiet and not all(reading.given for reading in readings.values()):
             tell(
                 f"{told(readings, outputs)}. If that is wrong, say what it is, with outputs= or loss=.",
@@ -283,12 +281,12 @@ def _signs(like: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def _told(scores: Tensor, kind: str) -> Tensor:
-    """What an output tells of the images: the mean divergence of predictions from their mean, in nats."""
+def _from_mean(scores: Tensor, kind: str) -> Tensor:
+    """Return the mean divergence of predictions from their mean over images, in nats: the best constant answer's."""
     logs = scores.log_softmax(-1) if kind == "classes" else F.logsigmoid(torch.stack([-scores, scores], -1))
     p = logs.exp()
     mean = p.mean(0) if len(p) > 1 else p.flatten(0, -2).mean(0)
-    return (p * (logs - mean.clamp_min(torch.finfo(p.dtype).tiny).log())).sum(-1).mean()
+    return (torch.xlogy(p, p) - p * mean.clamp_min(torch.finfo(p.dtype).tiny).log()).sum(-1).mean()
 
 
 def _orthogonal_signs(unit: Tensor) -> Tensor:

@@ -29,8 +29,8 @@ from smcp_fx.channels.groups import Group, form_groups
 from smcp_fx.channels.labels import line_along, varied_dims
 from smcp_fx.channels.propagation import Propagation, Rule
 from smcp_fx.channels.steadiness import keep_unsteady
-from smcp_fx.channels.trail import EMPTY, INPUT, Factors, Layer, Norm, Reason, Trail
-from smcp_fx.channels.units import Units, close
+from smcp_fx.channels.trail import EMPTY, INPUT, Factors, Layer, Norm, Trail
+from smcp_fx.channels.units import Units, close, keep_unread, read_by_layers
 from smcp_fx.config import names
 from smcp_fx.cost_model import Width
 from smcp_fx.errors import InputError
@@ -96,7 +96,7 @@ class ChannelGraph:
             self.free_units[group.units] = group.free
         self._free_group = torch.where(self.free_units, self.group_of_unit, -1)
         #: Units that dense layers read. The worth of other units comes from the operations that mix them.
-        self.read = _read(trail, self.units)
+        self.read = read_by_layers(trail, self.units)
         #: With layer pruning: which groups may keep nothing, and the branches that go with them.
         self.branches: Branches | None = None
 
@@ -312,7 +312,7 @@ def _propagated(asked: _Asked, values: dict[str, Any], other: dict[str, Any] | N
                 trail, units = retry
     # A mask must not depend on the image's size: dimensions that ties make uniform get size 1.
     trail.mixes = [replace(mix, labels=units.narrowed(mix.labels)) for mix in trail.mixes]
-    return trail, _keep_unread(trail, units)
+    return trail, keep_unread(trail, units)
 
 
 def _closed(
@@ -367,25 +367,6 @@ def _pinned(trail: Trail, units: Units) -> int:
     pinned = units.why.pinned(units.count)
     sides = (side for layer in trail.layers for side in (layer.input_channels, layer.output_channels))
     return sum(int(pinned[in_units[in_units >= 0]].sum()) for in_units in map(units.of, sides))
-
-
-def _read(trail: Trail, units: Units) -> Tensor:
-    """A bool for each unit: does a dense layer read it?"""
-    return units.among(layer.in_labels for layer in trail.layers if layer.kind == "dense")
-
-
-def _keep_unread(trail: Trail, units: Units) -> Units:
-    """Pin channels that only statistics without mask gradients read: nothing measures their worth."""
-    scored = units.among(mix.labels for mix in trail.mixes if mix.scores) | _read(trail, units)
-    mixed = units.among(mix.labels for mix in trail.mixes)
-    kept = (mixed & ~scored & ~units.why.pinned(units.count)).nonzero().flatten()
-    if not kept.numel():
-        return units
-    where = next(mix.node for mix in trail.mixes if bool(torch.isin(units.of(mix.labels), kept).any()))
-    why = units.why.and_also(
-        kept, Reason(where, f"no layer reads it, but {where!r}, which is made of all channels")
-    )
-    return Units(units.unit, why)
 
 
 def _exclude(run: Propagation, paths: tuple[str, ...], first_layer: bool) -> None:

@@ -233,3 +233,22 @@ def _whole(trail: Trail) -> list[tuple[str, Tensor]]:
     """Tensors and parameter dimensions that must not become empty: no single unit may cover one completely."""
     slots_of = [(name, labels) for name, slots in trail.slots.items() for labels in slots.values()]
     return [*_labelled(trail), *slots_of, *trail.elements.items()]
+
+
+def read_by_layers(trail: Trail, units: Units) -> Tensor:
+    """A bool for each unit: does a dense layer read it?"""
+    return units.among(layer.in_labels for layer in trail.layers if layer.kind == "dense")
+
+
+def keep_unread(trail: Trail, units: Units) -> Units:
+    """Pin channels that only statistics without mask gradients read: nothing measures their worth."""
+    scored = units.among(mix.labels for mix in trail.mixes if mix.scores) | read_by_layers(trail, units)
+    mixed = units.among(mix.labels for mix in trail.mixes)
+    kept = (mixed & ~scored & ~units.why.pinned(units.count)).nonzero().flatten()
+    if not kept.numel():
+        return units
+    where = next(mix.node for mix in trail.mixes if bool(torch.isin(units.of(mix.labels), kept).any()))
+    why = units.why.and_also(
+        kept, Reason(where, f"no layer reads it, but {where!r}, which is made of all channels")
+    )
+    return Units(units.unit, why)

@@ -372,7 +372,8 @@ class _Compilation:
             if data.answers is not None:
                 apart = held_out_divergence(fixed.network, data, fitted)
                 self.tell.note(
-                    f"at {target:.0%}, held-out samples diverge by {apart:.3g} (nats, or relative squared error)"
+                    f"at {target:.0%}, held-out samples diverge by {apart:.3g} "
+                    "(nats; of values, or of several outputs, relative to a constant answer)"
                 )
             if target != targets[-1]:
                 points.append(self._emitted(prepared, fixed, corrector, target))

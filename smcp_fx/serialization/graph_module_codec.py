@@ -26,7 +26,7 @@ def encode_graph_module(module: fx.GraphModule, tensors: TensorWriter) -> dict[s
     attributes = carried_attributes(module)
     if (
         CALL in attributes
-    ):  # a file holds no members of enums: calls that give these defaults outright are refused
+    ):  # a file holds no enum members: calls that give these defaults outright are refused
         fixed = {name: value for name, value in attributes[CALL]["fixed"].items() if is_plain(value)}
         attributes[CALL] = attributes[CALL] | {"fixed": fixed}
     manifest = {

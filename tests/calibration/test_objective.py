@@ -239,7 +239,7 @@ def test_a_loss_of_ones_own_tells_the_same_as_the_labels() -> None:
     assert all((first[name] == second[name]).all() for name in first)
 
 
-def test_outputs_beside_each_other_count_as_shares_of_what_a_constant_answer_is_away() -> None:
+def test_several_outputs_count_relative_to_the_best_constant_answer() -> None:
     torch.manual_seed(0)
     whole = {
         "boxes": 30 * torch.randn(8, 5),
