@@ -47,7 +47,7 @@ def test_networks_have_the_multiply_adds_that_pytorch_counts(name: str, flops: i
 )
 def test_networks_are_solved_to_a_hundredth_percent_within_the_budget(name: str, kind: str) -> None:
     values, cost = network(name, kind)
-    for budget in budgets(cost)[1::2]:
+    for budget in budgets(cost)[kind == "latency" :: 2]:  # two of the four each
         found = allocate(values, cost, budget)
         assert 0.99 * budget <= found.cost <= budget * (1 + 1e-9)
         assert found.cost == cost.cost(found.counts)

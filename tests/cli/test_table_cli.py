@@ -71,9 +71,6 @@ def measuring(model: str, table: Path, *more: str) -> list[str]:
     return ["measure", model, "--table", str(table), "--input-size", "16", *more]
 
 
-#: The measured table is shared: one process measures it.
-pytestmark = pytest.mark.xdist_group("measured table")
-
 Rows = dict[tuple[str, tuple[int, ...]], TableRow]
 
 

@@ -91,7 +91,8 @@ images. *Failed*: it raised an error, or its network did.
 
 Latencies are those of emitted files in ONNX Runtime (in OpenVINO where that is named), one thread, measured in turns
 with the dense network's while another core did other work. Every method narrows until its file is within the target,
-all in multiples of eight channels; a cell tells where a network came out more than a point beside it.
+all in multiples of eight channels; a cell tells where a network came out more than a point beside it. Ours in ONNX
+Runtime was run before [labels were drawn](../explanations/experiments.md#without-training) by the present signs.
 
 `tools/bench/real/` made the record `docs/records/real.jsonl`, this page, its pictures and the README's table.
 """
