@@ -2,7 +2,7 @@
 
 A batch is a tensor, a dict of keyword inputs, or a pair ``(inputs, labels)`` as data loaders give it. The inputs of a
 pair are a tensor, a dict, or a tuple of several positional inputs; its labels may be None. A list or tuple of one
-element holds the inputs alone. A model whose one argument is a list or dict gets the inputs as such.
+element holds the inputs alone. A model whose one argument is a list, a named tuple or a dict gets the inputs as such.
 """
 
 from __future__ import annotations
@@ -68,7 +68,8 @@ class Batch:
             and not isinstance(model, fx.GraphModule)
         ):
             fits = _runs(model, self.args)  # the second may be an option, and the first a list
-        return self if fits else replace(self, args=([*self.args],))
+        whole = self.args if hasattr(self.args, "_fields") else [*self.args]
+        return self if fits else replace(self, args=(whole,))
 
     def _parts(self) -> tuple[Any, ...]:
         return self.args, self.kwargs, self.labels
@@ -118,13 +119,24 @@ def again(batches: Any) -> Any:
 
 
 def number_of(batches: Any) -> int:
-    """Return how many there are, without going through them where they know it."""
+    """Return how many there are, without going through them where they know it.
+
+    Raises `InputError` where they do not, and hold more than 2 GiB: they may never end.
+    """
     if isinstance(batches, (Tensor, dict)):
         return 1
     try:
         return max(len(batches), 1)
     except TypeError:  # of a loader of an iterable data set, too
-        return sum(1 for _ in each_batch(batches))
+        number = size = 0
+        for batch in each_batch(batches):
+            number, size = number + 1, size + batch.nbytes
+            if size > MEMORY:
+                raise InputError(
+                    f"the batches have no length, and the first {number} hold more than {MEMORY / 2**30:g} GiB: if "
+                    "they never end, give some of them (itertools.islice); if they do, give the loader a __len__"
+                ) from None
+        return number
 
 
 def run_batch(model: nn.Module, batch: Batch) -> Any:
@@ -186,6 +198,8 @@ def _batch(number: int, item: Any) -> Batch:
         args, kwargs = (), {str(name): value for name, value in inputs.items()}
     else:
         args, kwargs = tuple(inputs) if isinstance(inputs, (list, tuple)) else (inputs,), {}
+        if hasattr(inputs, "_fields"):  # a named tuple, in which a model may want its inputs
+            args = inputs
     tensors = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
     if not tensors:
         raise InputError(

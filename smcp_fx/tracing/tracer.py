@@ -151,11 +151,17 @@ def _takes(model: nn.Module, traced: fx.GraphModule, inputs: tuple[Any, ...]) ->
 
 
 def _require_traceable(model: nn.Module, inputs: tuple[Any, ...]) -> None:
-    """Raise `InputError` for scripted models, which have no Python to trace, and for empty inputs."""
+    """Raise `InputError` for scripted and exported models, which have no layers to trace, and for empty inputs."""
     if isinstance(model, torch.jit.ScriptModule):
         raise InputError(
             "the model is compiled by torch.jit: prepare the model that it was made from, and compile what convert "
             "returns."
+        )
+    nodes = model.graph.nodes if isinstance(model, fx.GraphModule) else ()
+    if any(getattr(node.target, "_name", "").startswith(("aten::conv", "aten::linear")) for node in nodes):
+        raise InputError(
+            "the model was made by torch.export, and its layers are taken apart: prepare the model that it was made "
+            "from, or write it to an ONNX file and read that with smcp_fx.from_onnx."
         )
     for value in inputs:
         if isinstance(value, Tensor) and not value.numel():

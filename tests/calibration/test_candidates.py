@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -19,6 +20,7 @@ from smcp_fx.calibration.candidates import drawn
 from smcp_fx.calibration.objective import Objective
 from smcp_fx.calibration.repair import fit, narrowed
 from smcp_fx.calibration.side_by_side import Narrowed
+from smcp_fx.errors import InputError
 from smcp_fx.pruning.worth import Floats
 
 SMALL = smcp_fx.PruningConfig(multiple=1)
@@ -160,3 +162,34 @@ def test_batches_are_counted_whatever_they_are() -> None:
     )
     for batches, expected in cases:
         assert number_of(batches) == expected == sum(1 for _ in each_batch(batches))
+
+
+class _Endless(IterableDataset[Tensor]):
+    def __iter__(self) -> Iterator[Tensor]:
+        return itertools.repeat(torch.randn(3, 8, 8))
+
+
+def test_batches_that_never_end_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("smcp_fx.calibration.batches.MEMORY", 2**20)
+    with pytest.raises(InputError, match=r"have no length.*itertools\.islice"):
+        smcp_fx.compress(_model(), DataLoader(_Endless(), 4), target=0.7)
+
+
+class _Images(NamedTuple):
+    left: Tensor
+    right: Tensor
+
+
+class _Pair(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = _model()
+
+    def forward(self, images: _Images) -> Tensor:
+        return self.net(images.left) - self.net(images.right)
+
+
+def test_a_named_tuple_goes_into_the_model_whole() -> None:
+    batches = [(_Images(*torch.randn(2, 8, 3, 8, 8)),) for _ in range(2)]
+    smaller = smcp_fx.compress(_Pair().eval(), batches, target=0.7, outputs="values", config=SMALL)
+    assert smaller(*batches[0]).shape == (8, 5)

@@ -276,6 +276,12 @@ def test_scripted_parts_are_called_as_they_are_and_can_be_trained() -> None:
         smcp_fx.prepare(torch.jit.script(nn.Sequential(nn.Conv2d(3, 8, 3), nn.Conv2d(8, 4, 1))), image())
 
 
+def test_a_model_from_torch_export_is_refused_with_the_cure() -> None:
+    plain = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 4, 1)).eval()
+    with pytest.raises(InputError, match=r"made by torch\.export.* smcp_fx\.from_onnx"):
+        smcp_fx.prepare(torch.export.export(plain, (image(),)).module(), image())
+
+
 class Offsets(nn.Module):
     """Keeps the places of an image's positions outside the state dict, filled in the first call for a size."""
 
