@@ -18,6 +18,7 @@ class Sliced:
     def __init__(self, channels: ChannelGraph, keep: Tensor) -> None:
         self.channels = channels
         self.keep = keep
+        self._cuts: dict[int, tuple[Tensor, tuple[int, Tensor] | None]] = {}  # by the ids of labels, kept beside
 
     def kept(self, labels: Tensor) -> Tensor:
         """A bool for each element: does it stay?"""
@@ -38,6 +39,11 @@ class Sliced:
 
     def axis(self, labels: Tensor) -> tuple[int, Tensor] | None:
         """The dimension along which something goes, and the kept positions there; None when all stays."""
+        if id(labels) not in self._cuts:
+            self._cuts[id(labels)] = labels, self._cut(labels)
+        return self._cuts[id(labels)][1]
+
+    def _cut(self, labels: Tensor) -> tuple[int, Tensor] | None:
         kept = compact(self.kept(labels))
         if bool(kept.all()):
             return None

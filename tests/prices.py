@@ -22,16 +22,15 @@ _BUILT: set[str] = set()
 class CheckedCost:
     """Builds and runs all blocks, and solves for all other costs, before it counts multiply-adds.
 
-    Blocks at the ends of their widths: `cut` tries one between.
+    Blocks at their smallest widths: `cut` tries one between.
     """
 
     def network_cost(self, traced: Traced, channels: ChannelGraph) -> NetworkCost:
         for block in cut(traced, channels):
             if block.signature in _BUILT:
                 continue
-            for end in (0, -1) if block.grids else ():
-                widths = tuple(grid[end] for grid in block.grids)
-                module, inputs = block.build(widths)
+            if block.grids:
+                module, inputs = block.build(tuple(grid[0] for grid in block.grids))
                 with torch.no_grad(), warnings.catch_warnings():
                     warnings.simplefilter("ignore")  # a deviation of one channel
                     module(*inputs)

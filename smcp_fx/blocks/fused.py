@@ -73,9 +73,8 @@ class FusedBlock:
         absent = {port.node for port in with_channels if not keep[port.units].any()}
         if absent:
             take_out(module, absent, self.name)
-        FoldComputedWeights()(module)
-        SliceChannels(self.channels, keep)(module)
-        RestoreRecurrentLayers()(module)
+        for one in (FoldComputedWeights(), SliceChannels(self.channels, keep), RestoreRecurrentLayers()):
+            one(module, recompile=False)  # `load` does
         with torch.no_grad():
             for tensor in [*module.parameters(), *module.buffers()]:
                 if tensor.is_floating_point():
