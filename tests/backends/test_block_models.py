@@ -79,7 +79,10 @@ def test_a_template_whose_reshapes_lose_numbers_does_not_serve():
         torchvision.models.VisionTransformer(32, 8, 1, 2, 32, 64).eval(), (torch.randn(1, 3, 32, 32),)
     )
     models = BlockModels()
-    for block in cut(traced, build(traced.module, traced.values)):
+    blocks = cut(traced, build(traced.module, traced.values))
+    attention = [b for b in blocks if {"unflatten", "flatten", "scaled_dot_product_attention"} & {*b.nodes}]
+    assert len(attention) == 3
+    for block in attention:
         small, full = ([grid[end] for grid in block.grids] for end in (0, -1))
         alone = (*full[:1], *small[1:])  # the first one changes
         for widths in dict.fromkeys((tuple(small), alone, tuple(full))):

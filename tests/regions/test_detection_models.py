@@ -10,7 +10,8 @@ from models import random_masks, randomise
 from tolerances import assert_close
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
-from torchvision.models import VGG, detection, resnet18
+from torchvision.models import VGG, ResNet, detection
+from torchvision.models.resnet import BasicBlock
 from torchvision.models.vgg import make_layers
 
 import smcp_fx
@@ -35,7 +36,7 @@ DETECTORS = {
 def test_detection_model(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     regions, free = DETECTORS[name]
     for file in ("retinanet", "fcos", "faster_rcnn"):  # as torchvision builds them, but for a shallower trunk
-        monkeypatch.setattr(f"torchvision.models.detection.{file}.resnet50", resnet18)
+        monkeypatch.setattr(f"torchvision.models.detection.{file}.resnet50", short_resnet)
     monkeypatch.setattr("torchvision.models.detection.ssd.vgg16", narrow_vgg16)
     sizes = {} if name.startswith("ssd") else {"min_size": SIDE, "max_size": SIDE}
     if name.startswith("faster"):  # fewer boxes
@@ -86,6 +87,11 @@ def test_detection_model(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     prepared.pruner.step()
     assert int(prepared.smcp.gathers) == 1
     assert float(prepared.smcp.gathered.sum()) > 0
+
+
+def short_resnet(weights: None = None, progress: bool = True, **options: Any) -> ResNet:
+    """A block for each of the four widths."""
+    return ResNet(BasicBlock, [1, 1, 1, 1], **options)
 
 
 def narrow_vgg16(**_: Any) -> VGG:
