@@ -12,7 +12,7 @@ from smcp_fx.backends.timing import pace as module
 from smcp_fx.backends.timing.measuring import Sample, TimingConfig, measure_timers, take_sample
 from smcp_fx.backends.timing.pace import Pace
 
-FAST, SLOW = 0.004, 0.0072
+FAST, SLOW = 0.02, 0.036
 
 
 class Core:
