@@ -13,6 +13,8 @@ from smcp_fx.backends.timing.measuring import Sample, TimingConfig, measure_time
 from smcp_fx.backends.timing.pace import Pace
 
 FAST, SLOW = 0.02, 0.036
+#: Other tests wait for no core.
+WAITING = {name: getattr(Pace, name) for name in ("await_usual", "is_usual")}
 
 
 class Core:
@@ -39,6 +41,8 @@ class Core:
 def core(monkeypatch: pytest.MonkeyPatch):
     def install(slow: Callable[[float], bool]) -> Core:
         made = Core(slow)
+        for name, method in WAITING.items():
+            monkeypatch.setattr(Pace, name, method)
         monkeypatch.setattr(module, "time", made)
         monkeypatch.setattr(module, "_fixed_work_ms", lambda: made.work(FAST))
         monkeypatch.setattr("smcp_fx.backends.timing.measuring.time", made)

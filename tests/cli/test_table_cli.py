@@ -17,6 +17,7 @@ from smcp_fx.backends import Measurement
 from smcp_fx.backends.base import BlockLatency
 from smcp_fx.backends.onnxruntime.backend import OnnxRuntimeBackend
 from smcp_fx.backends.timing import quiet
+from smcp_fx.backends.timing.pace import Pace
 from smcp_fx.cli.networks import backend_of, blocks_of
 from smcp_fx.cli.table import build_parser, main
 from smcp_fx.compiler import CompileSettings
@@ -246,6 +247,7 @@ def test_measure_for_targets_asks_for_fewer_rows_and_ends(
 def quietly(arguments: list[str]) -> int:
     """``smcp-table`` on a machine that is taken for quiet, as it is in every test's own process."""
     quiet.core_share = lambda: 1.0
+    Pace.await_usual = Pace.is_usual = lambda _: True
     return main(arguments)
 
 
