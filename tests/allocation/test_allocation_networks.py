@@ -19,6 +19,9 @@ from smcp_fx.allocation.problem import tabulate
 from smcp_fx.cost_model import CostTerm, NetworkCost
 from smcp_fx.errors import InfeasibleBudgetError
 
+#: Networks are traced once: tests that share them stay in one process.
+pytestmark = pytest.mark.xdist_group("allocation of networks")
+
 
 def budgets(cost: NetworkCost) -> list[float]:
     full, low = cost.cost(cost.full_counts), cost.cost(cost.smallest_counts)
@@ -140,7 +143,7 @@ def test_networks_agree_with_an_milp_solver(name: str, kind: str, step: int) -> 
 
 
 def test_equal_inputs_give_equal_counts_with_and_without_a_start() -> None:
-    for name, kind in (("resnet50", "latency"), ("densenet121", "flops")):
+    for name, kind in (("resnet50", "latency"), ("mobilenet_v2", "flops")):
         values, cost = network(name, kind)
         budget = budgets(cost)[1]
         first = allocate(values, cost, budget)

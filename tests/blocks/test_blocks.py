@@ -38,6 +38,9 @@ from smcp_fx.blocks.fused import FusedBlock
 from smcp_fx.channels import ChannelGraph, build
 from smcp_fx.tracing.tracer import Traced, trace
 
+#: Networks are cut once: tests that share them stay in one process.
+pytestmark = pytest.mark.xdist_group("blocks")
+
 
 def _short_densenet() -> nn.Module:
     """Two dense blocks: those of DenseNet-121 are alike, and of up to 24 layers."""
