@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import nn
 from torchvision import models
 
@@ -19,6 +21,17 @@ def narrow_vgg11_bn(weights: None = None) -> nn.Module:
         nn.Dropout(),
     ]
     return nn.Sequential(features, nn.AdaptiveAvgPool2d(7), nn.Flatten(), *layers, nn.Linear(64, 10))
+
+
+def short_resnet(weights: None = None, progress: bool = True, **options: Any) -> models.ResNet:
+    """A block for each of the four widths, as a detector's trunk."""
+    return models.ResNet(models.resnet.BasicBlock, [1, 1, 1, 1], **options)
+
+
+def narrow_vgg16(**_: Any) -> models.VGG:
+    """Narrow but for the two layers whose widths SSD writes down."""
+    widths: list[str | int] = [8, 8, "M", 8, 8, "M", 16, 16, 16, "M", 16, 16, 512, "M", 16, 16, 512, "M"]
+    return models.VGG(models.vgg.make_layers(widths), init_weights=False)
 
 
 def thin_resnet50(weights: None = None) -> nn.Module:

@@ -12,6 +12,7 @@ import generated_data
 import pytest
 import torch
 from processes import Running, ranks
+from thin_networks import thin_resnet50
 from torch import nn
 
 import smcp_fx
@@ -144,7 +145,9 @@ def test_a_recipe_runs_to_its_end(
     devkit: Path,
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr("torchvision.models.resnet50", thin_resnet50)
     data = devkit if "ssd" in name else folder
     changes = [word for option in options for word in ("--set", option)]
     out = tmp_path / "run"

@@ -7,12 +7,11 @@ from typing import Any
 import pytest
 import torch
 from models import random_masks, randomise
+from thin_networks import narrow_vgg16, short_resnet
 from tolerances import assert_close
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
-from torchvision.models import VGG, ResNet, detection
-from torchvision.models.resnet import BasicBlock
-from torchvision.models.vgg import make_layers
+from torchvision.models import detection, mobilenet_v3_small
 
 import smcp_fx
 from smcp_fx.config import MethodConfig
@@ -38,6 +37,7 @@ def test_detection_model(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     for file in ("retinanet", "fcos", "faster_rcnn"):  # as torchvision builds them, but for a shallower trunk
         monkeypatch.setattr(f"torchvision.models.detection.{file}.resnet50", short_resnet)
     monkeypatch.setattr("torchvision.models.detection.ssd.vgg16", narrow_vgg16)
+    monkeypatch.setattr("torchvision.models.detection.ssdlite.mobilenet_v3_large", mobilenet_v3_small)
     sizes = {} if name.startswith("ssd") else {"min_size": SIDE, "max_size": SIDE}
     if name.startswith("faster"):  # fewer boxes
         sizes |= {
@@ -87,17 +87,6 @@ def test_detection_model(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     prepared.pruner.step()
     assert int(prepared.smcp.gathers) == 1
     assert float(prepared.smcp.gathered.sum()) > 0
-
-
-def short_resnet(weights: None = None, progress: bool = True, **options: Any) -> ResNet:
-    """A block for each of the four widths."""
-    return ResNet(BasicBlock, [1, 1, 1, 1], **options)
-
-
-def narrow_vgg16(**_: Any) -> VGG:
-    """VGG-16, narrow but for the two layers whose widths SSD writes down."""
-    widths = [8, 8, "M", 8, 8, "M", 16, 16, 16, "M", 16, 16, 512, "M", 16, 16, 512, "M"]
-    return VGG(make_layers(widths), init_weights=False)
 
 
 def what_regions_give(
