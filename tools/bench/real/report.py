@@ -57,7 +57,8 @@ ABOUT = {
         "ddddocr's detector of single characters: a box, and yes or no, of each of 3,549 cells (PyPI `ddddocr`, from "
         "its ONNX file). One to three characters, turned, on photographs of places. Right: every character has a box "
         "that overlaps it by half, and every box a character. Agreement: so with the dense network's boxes, by three "
-        "quarters. The divergence is of yes and no alone.",
+        "quarters. The divergence is of yes and no alone. Of a network that is right on a third of the pages, "
+        "agreement tells more: one box too many or too few makes a page wrong or right.",
     ),
     **{
         f"CREPE {size}": (
@@ -80,7 +81,8 @@ rivals get labels that are drawn from the dense network's predictions.
 Calibration and test have no thing, place, font or voice in common. *Right* is by true labels of the test images;
 *agreement* is how often the answer is the dense network's; the *divergence* from its predictions is in nats
 (Kullback-Leibler, a mean over images, summed over what one image tells). Intervals are 95% ones over test images
-(Wilson's; of the divergence, the normal one); differences from ours are paired by image. One seed.
+(Wilson's; of the divergence, the normal one); differences from ours are paired by image. One seed; by latency, runs
+differ by themselves ([the classifier's, four times](../explanations/experiments.md#without-training)).
 
 Estimates of what a group is worth are far off on networks that are certain of their answers; better ones would choose
 the same widths there ([experiments](../explanations/experiments.md#without-training)).
@@ -91,8 +93,10 @@ images. *Failed*: it raised an error, or its network did.
 
 Latencies are those of emitted files in ONNX Runtime (in OpenVINO where that is named), one thread, measured in turns
 with the dense network's while another core did other work. Every method narrows until its file is within the target,
-all in multiples of eight channels; a cell tells where a network came out more than a point beside it. Ours in ONNX
-Runtime was run before [labels were drawn](../explanations/experiments.md#without-training) by the present signs.
+all in multiples of eight channels; a cell tells where a network came out more than a point beside it. Ours of
+EfficientNet-Lite0, the recogniser and the classifier in ONNX Runtime was run before
+[labels were drawn](../explanations/experiments.md#without-training) by the present signs, on another processor than
+CREPE's and the detector's (AMD EPYC, AVX2).
 
 `tools/bench/real/` made the record `docs/records/real.jsonl`, this page, its pictures and the README's table.
 """
