@@ -18,7 +18,8 @@ class Sliced:
     def __init__(self, channels: ChannelGraph, keep: Tensor) -> None:
         self.channels = channels
         self.keep = keep
-        self._cuts: dict[int, tuple[Tensor, tuple[int, Tensor] | None]] = {}  # by the ids of labels, kept beside
+        # By the ids of labels, which are kept beside.
+        self._cuts: dict[int, tuple[Tensor, tuple[int, Tensor] | None]] = {}
 
     def kept(self, labels: Tensor) -> Tensor:
         """A bool for each element: does it stay?"""

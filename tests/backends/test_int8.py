@@ -93,7 +93,7 @@ def test_a_layer_in_float_reads_float(name):
     assert errors["2"] > 0.1 > 5 * errors["0"]
     assert (whole := error()) > 0.1
     backend.keep_in_float(["2"])
-    assert error() < whole / 20  # without instructions for bytes, their products saturate in the layers that stay
+    assert error() < whole / 20  # the layers that stay saturate on processors without instructions for bytes
 
 
 def test_calibration_data_is_cut_to_a_fixed_batch():
