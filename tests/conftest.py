@@ -62,7 +62,7 @@ def _list_once() -> None:
 def _however_busy() -> Iterator[None]:
     """Tests run beside each other, and judge no latency: to them every machine is quiet, as early as in fixtures.
 
-    No core is waited for, either, which took half of the time of each row.
+    No core is waited for, either, which beside other tests takes half of the time of each row.
     """
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("smcp_fx.backends.timing.quiet.core_share", lambda: 1.0)

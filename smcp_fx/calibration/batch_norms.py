@@ -29,7 +29,7 @@ def recalibrate(model: nn.Module, batches: Any) -> None:
     Args:
         model: any module: plain, prepared or converted, on one device.
         batches: a tensor, or an iterable (a list, a data loader) of tensors, dicts of keyword inputs, or (inputs,
-            labels), whose labels are ignored. Read once.
+            labels), whose labels are ignored. Read once; of a loader without a length, 2 GiB at most.
 
     Raises `InputError`, and leaves the model as it was, if batches do not fit or are missing, values are not finite,
     or no batch norm has running statistics.

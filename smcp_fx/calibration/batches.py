@@ -83,7 +83,8 @@ class Batch:
 def each_batch(batches: Any) -> Iterator[Batch]:
     """Go through batches once. A tensor or a dict counts as one batch; a `Batch` stays as it is.
 
-    Raises `InputError` for anything else.
+    Raises `InputError` for anything else, and where batches without a length (iterators aside) hold more than 2 GiB:
+    they may never end.
     """
     if isinstance(batches, (Tensor, dict)):
         batches = [batches]
@@ -92,9 +93,17 @@ def each_batch(batches: Any) -> Iterator[Batch]:
             "batches must be a tensor, or an iterable (a list, a data loader) of tensors, dicts of keyword inputs, "
             f"or (inputs, labels), not {_told(batches)}"
         )
-    number = 0
+    unmeasured = not isinstance(batches, Iterator) and _length(batches) is None
+    number = size = 0
     for number, item in enumerate(batches, 1):
-        yield item if isinstance(item, Batch) else _batch(number, item)
+        batch = item if isinstance(item, Batch) else _batch(number, item)
+        size += batch.nbytes
+        if unmeasured and size > MEMORY:
+            raise InputError(
+                f"the batches have no length, and the first {number} hold more than {MEMORY / 2**30:g} GiB: if they "
+                "never end, give some of them (itertools.islice); if they do, give the loader a __len__"
+            )
+        yield batch
     if not number:
         raise InputError("there are no batches: an iterator that has been used up, or an empty list?")
 
@@ -119,24 +128,18 @@ def again(batches: Any) -> Any:
 
 
 def number_of(batches: Any) -> int:
-    """Return how many there are, without going through them where they know it.
-
-    Raises `InputError` where they do not, and hold more than 2 GiB: they may never end.
-    """
+    """Return how many there are, without going through them where they know it."""
     if isinstance(batches, (Tensor, dict)):
         return 1
+    length = _length(batches)  # a loader of an iterable data set has none
+    return sum(1 for _ in each_batch(batches)) if length is None else max(length, 1)
+
+
+def _length(batches: Any) -> int | None:
     try:
-        return max(len(batches), 1)
-    except TypeError:  # of a loader of an iterable data set, too
-        number = size = 0
-        for batch in each_batch(batches):
-            number, size = number + 1, size + batch.nbytes
-            if size > MEMORY:
-                raise InputError(
-                    f"the batches have no length, and the first {number} hold more than {MEMORY / 2**30:g} GiB: if "
-                    "they never end, give some of them (itertools.islice); if they do, give the loader a __len__"
-                ) from None
-        return number
+        return len(batches)
+    except TypeError:
+        return None
 
 
 def run_batch(model: nn.Module, batch: Batch) -> Any:
@@ -197,9 +200,8 @@ def _batch(number: int, item: Any) -> Batch:
     if isinstance(inputs, dict):
         args, kwargs = (), {str(name): value for name, value in inputs.items()}
     else:
-        args, kwargs = tuple(inputs) if isinstance(inputs, (list, tuple)) else (inputs,), {}
-        if hasattr(inputs, "_fields"):  # a named tuple, in which a model may want its inputs
-            args = inputs
+        several = tuple(inputs) if isinstance(inputs, list) else inputs  # a named tuple stays one
+        args, kwargs = several if isinstance(several, tuple) else (several,), {}
     tensors = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
     if not tensors:
         raise InputError(

@@ -39,7 +39,7 @@ def compress(
 
     Args:
         model: trained; it stays as it was.
-        batches: as for `recalibrate`; those that run once are read into memory.
+        batches: as for `recalibrate`; those that run once are read into memory, 2 GiB at most.
         target: as for `prepare`.
         cost: as for `prepare`.
         loss: as for `gather_importance`.

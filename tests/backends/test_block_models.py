@@ -80,9 +80,10 @@ def test_a_template_whose_reshapes_lose_numbers_does_not_serve():
     )
     models = BlockModels()
     blocks = cut(traced, build(traced.module, traced.values))
-    attention = [b for b in blocks if {"unflatten", "flatten", "scaled_dot_product_attention"} & {*b.nodes}]
-    assert len(attention) == 3
-    for block in attention:
+    sizes_written = {"reshape", "unflatten", "flatten", "scaled_dot_product_attention"}
+    reshaping = [block for block in blocks if sizes_written & {*block.nodes}]
+    assert len(reshaping) == 4
+    for block in reshaping:
         small, full = ([grid[end] for grid in block.grids] for end in (0, -1))
         alone = (*full[:1], *small[1:])  # the first one changes
         for widths in dict.fromkeys((tuple(small), alone, tuple(full))):

@@ -91,9 +91,10 @@ def test_a_layer_in_float_reads_float(name):
     errors = backend.layer_errors(model, (x,))
     assert next(iter(errors)) == "2"
     assert errors["2"] > 0.1 > 5 * errors["0"]
-    assert (whole := error()) > 0.1
+    assert error() > 0.1
     backend.keep_in_float(["2"])
-    assert error() < whole / 20  # the layers that stay saturate on processors without instructions for bytes
+    # Without instructions for bytes their products saturate, in the layers that stay.
+    assert error() < (0.04 if without_instructions() else 0.02)
 
 
 def test_calibration_data_is_cut_to_a_fixed_batch():

@@ -171,8 +171,19 @@ class _Endless(IterableDataset[Tensor]):
 
 def test_batches_that_never_end_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("smcp_fx.calibration.batches.MEMORY", 2**20)
-    with pytest.raises(InputError, match=r"have no length.*itertools\.islice"):
-        smcp_fx.compress(_model(), DataLoader(_Endless(), 4), target=0.7)
+    endless = DataLoader(_Endless(), 4)
+    prepared, few = _gathered(0.7)
+    prepared.pruner.solve()
+    smaller = smcp_fx.convert(prepared)
+    for verb in (
+        lambda: smcp_fx.compress(_model(), endless, target=0.7),
+        lambda: smcp_fx.gather_importance(prepared, endless),
+        lambda: smcp_fx.repair(smaller, prepared, endless),
+        lambda: smcp_fx.recalibrate(smaller, endless),
+    ):
+        with pytest.raises(InputError, match=r"have no length.*itertools\.islice"):
+            verb()
+    smcp_fx.recalibrate(smaller, iter(few * 24))  # over the limit, and it ends
 
 
 class _Images(NamedTuple):

@@ -57,14 +57,14 @@ def arguments(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> argparse.Names
     methods = ["ours", "uniform L2", "soft masks", "as published", "narrow, from scratch"]
     return argparse.Namespace(
         work=tmp_path, record=tmp_path / "record.jsonl", seeds=1, targets=[0.5], budgets=[0.0, 0.02],
-        rates=[0.1], tasks=["digits"], networks=["mobilenet"], methods=methods, minutes=1e9, cost="flops",
+        rates=[0.01, 0.1], tasks=["digits"], networks=["mobilenet"], methods=methods, minutes=1e9, cost="flops",
     )  # fmt: skip
 
 
 def test_every_kind_of_run_once(arguments: argparse.Namespace, monkeypatch: pytest.MonkeyPatch) -> None:
     bench.run(arguments)
     lines = bench.Record(arguments.record).lines
-    assert len(lines) == 2 + 5  # two methods need no training
+    assert len(lines) == 2 + 5 * 2  # two methods need no training; each of the rest at two rates
     for line in lines:
         assert 0.3 < line["flops_share"] <= 0.5 or line["method"] == "as published"
         assert line["steps"] == round(line["budget"] * 500) and 0 <= line["accuracy"] <= 1
