@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+import torch
 from branch_removal import IMAGE, without
 from models import Residual, between, conv, run
 from tolerances import assert_close
@@ -48,6 +49,19 @@ def test_what_would_cut_the_network_keeps_a_unit() -> None:
     result = RemoveBranches(channels, keep)(module)
     assert not result.modified and any("keeps a unit" in line for line in result.report)
     assert keep[channels["mid"].units].sum() == 1
+    SliceChannels(channels, keep)(module)
+    assert_close(run(module, (IMAGE,)), expected, "slicing")
+
+
+def test_a_piece_that_is_read_together_with_others_keeps_a_unit() -> None:
+    """Read apart, an empty piece of a split goes."""
+    inner = {"a": conv(8, 4), "b": conv(8, 4)}
+    model = between(lambda s, h: torch.cat(torch.cat([s.a(h), s.b(h)], 1).chunk(2, 1)[::-1], 1), 8, **inner)
+    module, channels, keep = without(model, "a")
+    expected = run(module, (IMAGE,))
+    result = RemoveBranches(channels, keep)(module)
+    assert not result.modified and any("keeps a unit" in line for line in result.report)
+    assert keep[channels["a"].units].sum() == 1
     SliceChannels(channels, keep)(module)
     assert_close(run(module, (IMAGE,)), expected, "slicing")
 

