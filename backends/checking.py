@@ -1,9 +1,8 @@
-"""Checks that a runtime computes what the module does: inputs for both, and their outputs compared."""
+"""Checks that a runtime computes the same as the module: inputs for both, and compared outputs."""
 
 from __future__ import annotations
 
 import contextlib
-import copy
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,14 +13,15 @@ from torch import Tensor, nn
 
 from smcp_fx.backends.base import Array, to_arrays
 from smcp_fx.errors import BackendError
+from smcp_fx.tracing.copying import InDouble, widened
 
 #: Largest difference over the output's scale, by the output's type: rounding of another order of summation.
 TOLERANCES = {"float64": 1e-9, "float32": 1e-4, "float16": 2e-2}
 #: ONNX Runtime's sigmoid and tanh (1.32) are off by 2e-7, however small the result is.
 ROUNDED = {"float32": 1e-6, "float16": 1e-4}
-#: Two ways to add differ by no more than so many times what one is off the exact result. Chosen, not measured.
+#: Two orders of summation differ by at most this many times the error of one of them. Chosen, not measured.
 _ROUNDINGS = 10
-#: So many inputs, each off by a tenth of what outputs may differ by, show what near ties do.
+#: The number of inputs, each off by a tenth of the outputs' tolerance, that show the effect of near ties.
 _NEARBY = 4
 
 
@@ -66,7 +66,7 @@ def largest_difference(actual: Array, expected: Array) -> tuple[float, float, fl
 
 
 def compare_with_module(file: Path, model: nn.Module, examples: Sequence[tuple[Tensor, ...]]) -> None:
-    """Raise `BackendError` where the file, run by ONNX Runtime, differs from the module on inputs like these."""
+    """Raise `BackendError` if the file in ONNX Runtime differs from the module on inputs like these."""
     from smcp_fx.backends.onnxruntime.session import create_session, run_session, session_options
 
     session = create_session(file, session_options())
@@ -89,7 +89,7 @@ def compare_with_module(file: Path, model: nn.Module, examples: Sequence[tuple[T
 
 
 def module_outputs(model: nn.Module, inputs: tuple[Tensor, ...]) -> list[Array]:
-    """Return what the module computes in evaluation mode, as a runtime returns it."""
+    """Return the module's outputs in evaluation mode, as a runtime returns them."""
     with eval_mode(model), torch.no_grad():
         return to_arrays(flatten_outputs(model(*inputs)))
 
@@ -100,16 +100,16 @@ def rounding(
     outputs: Sequence[Array],
     run: Callable[[Any, tuple[Tensor, ...]], list[Array]] = module_outputs,
 ) -> list[float]:
-    """How far each output may differ by rounding, over its scale: far where near ties decide on an order.
+    """Return how far rounding may move each output, over its scale: far if near ties decide on an order.
 
-    Told by what ``run`` gives in double precision, where the model runs in it, and of inputs nearby.
+    The answer comes from ``run`` in double precision, if the model runs in it, and on inputs nearby.
     """
     most = [0.0] * len(outputs)
     with contextlib.suppress(Exception):  # whatever the model's code raises in another precision
-        doubled = tuple(tensor.double() if tensor.is_floating_point() else tensor for tensor in inputs)
-        exact = run(copy.deepcopy(model).double(), doubled)
+        with InDouble():
+            exact = run(widened(model), widened(inputs))
         most = [_ROUNDINGS * largest_difference(a, b)[0] for a, b in zip(outputs, exact, strict=True)]
-    with contextlib.suppress(Exception):  # or where the shapes follow from the data
+    with contextlib.suppress(Exception):  # or if shapes follow from the data
         for seed in range(_NEARBY):
             other = run(model, tuple(map(_nearby, inputs, random_inputs(inputs, seed))))
             moved = (largest_difference(a, b)[0] for a, b in zip(outputs, other, strict=True))
@@ -130,9 +130,9 @@ def compare_outputs(
     runtime: str = "ONNX Runtime",
     limit: float | None = None,
 ) -> None:
-    """Raise `BackendError` with both values where a runtime's outputs differ from the module's.
+    """Raise `BackendError` with both values if a runtime's outputs differ from the module's.
 
-    ``limit``: on the difference over the output's scale; by default as the output's type is.
+    ``limit``: on the difference over the output's scale; by default `TOLERANCES` of the output's type.
     """
     if len(actual) != len(expected):
         raise BackendError(

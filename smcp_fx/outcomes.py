@@ -15,23 +15,23 @@ from torch.utils import _pytree as pytree
 from smcp_fx.errors import AssumptionError, SmcpError, is_out_of_memory
 from smcp_fx.masking.masks import STATE
 from smcp_fx.prepared import PreparedRegions
-from smcp_fx.tracing.copying import deep_copy
+from smcp_fx.tracing.copying import InDouble, widened
 from smcp_fx.tracing.example_runs import plain, unchanged
 from smcp_fx.tracing.same_draws import same_draws
 from smcp_fx.tracing.sentences import TAKEN
 
-#: How much may differ, as a share of the scale: the same kernels run in the same order, except for sums over a
-#: parameter's uses and for zeros that are left out. If more differs in a model's own precision, and no more than
-#: float32 may in double precision, it is rounding, amplified.
+#: The allowed difference, as a share of the scale. The same kernels run in the same order, except for sums
+#: over a parameter's uses and for zeros that are left out. A larger difference in the model's own precision
+#: is amplified rounding if double precision shows no more than float32 may.
 ROUNDING = 1e-5
 _TOLERANCE = {torch.float64: 1e-9, torch.float32: ROUNDING, torch.float16: 5e-2, torch.bfloat16: 2e-1}
-#: The same if double precision is impossible, since the model names another type.
+#: The same for a model that does not run in double precision.
 LOOSE = 1e-3
 
 
 @dataclass
 class Outcome:
-    """What a call gave; a parameter's gradient stands under all its names."""
+    """The results of a call; a parameter's gradient is keyed by all its names."""
 
     outputs: list[Any]
     gradients: dict[frozenset[str], Tensor | None] = field(default_factory=dict)
@@ -39,7 +39,7 @@ class Outcome:
 
     @property
     def says_nothing(self) -> bool:
-        """Only NaN and infinity: any other model that gives these would pass for the same."""
+        """Are there only NaN and infinity? Then any other model that gives these would pass for the same."""
         real = [o for o in self.outputs if isinstance(o, Tensor) and o.is_floating_point() and o.numel()]
         return bool(real) and not any(bool(o.isfinite().any()) for o in real)
 
@@ -49,7 +49,7 @@ class _DifferenceError(Exception):
 
 
 def fitting(model: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
-    """The inputs where the model is now, and in its type."""
+    """The inputs on the model's device, with floating-point tensors in its type."""
     weight = next((p for p in model.parameters() if p.is_floating_point()), None)
     if weight is None:
         return inputs
@@ -67,10 +67,10 @@ def fitting(model: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
 def outcome_or_none(
     model: nn.Module, inputs: tuple[Any, ...], training: bool, but: Collection[str] = ()
 ) -> Outcome | None:
-    """What the model computes; None where it does not take these inputs in this mode."""
+    """The outcome of a call; None if the model does not take these inputs in this mode."""
     try:
         return outcome_of(model, inputs, training, but)
-    except Exception as error:  # whatever a model says to inputs that it was not made for
+    except Exception as error:  # a model may raise anything on inputs that it was not made for
         if is_out_of_memory(error):
             raise
         return None
@@ -118,7 +118,7 @@ def _gradients(model: nn.Module, outputs: list[Any]) -> dict[frozenset[str], Ten
 
 @contextmanager
 def in_mode(model: nn.Module, training: bool, but: Collection[str] = ()) -> Iterator[None]:
-    """All modules in one mode while it lasts; those at the paths ``but`` in eval mode."""
+    """Put all modules into one mode for the block, but those at the paths ``but`` into eval mode."""
     evaluated = {id(module) for path, module in model.named_modules() if path in but} if but else set()
     parts = [*model.modules(), *([model.python] if isinstance(model, PreparedRegions) else [])]
     modes = [(module, module.training) for module in parts]
@@ -138,26 +138,21 @@ def _is_own(name: str) -> bool:
 # ---- comparing ----------------------------------------------------------------------------------------------
 
 
-def widened_copy(model: nn.Module) -> nn.Module:
-    """A copy of the model in double precision."""
-    return deep_copy(model).double()
-
-
 def differs(
     one: nn.Module,
     other: nn.Module,
     inputs: tuple[Any, ...],
     training: bool,
     expected: Outcome,
-    widen_one: Callable[[nn.Module], nn.Module] = widened_copy,
+    widen_one: Callable[[nn.Module], nn.Module] = widened,
     more: tuple[Any, ...] | None = None,
     but: Collection[str] = (),
 ) -> str | None:
-    """What differs, in words; None when nothing does, or no more than rounding explains.
+    """What differs, in words; None if nothing does, or no more than rounding explains.
 
-    ``widen_one``: makes the copy of ``one`` in double precision. ``more``: inputs for both there, where they take
-    them. ``but``: as for `in_mode`. Raises `AssumptionError` where the other says itself that it was not traced for
-    such inputs.
+    ``widen_one``: copies ``one`` in double precision. ``more``: inputs for double precision, if both models
+    take them. ``but``: as for `in_mode`. Raises `AssumptionError` if ``other`` reports that it was not traced
+    for such inputs.
     """
     try:
         actual = outcome_of(other, inputs, training, but)
@@ -172,29 +167,22 @@ def differs(
     mismatch = difference(expected, actual, None)
     if mismatch is None:
         return None
-    wide = widen_one(one), widened_copy(other)
+    wide = widen_one(one), widened(other)
     for images in (inputs,) if more is None else (more, inputs):
         try:
-            first, second = (outcome_or_none(model, widened(images), training, but) for model in wide)
+            with InDouble():
+                first, second = (outcome_or_none(model, widened(images), training, but) for model in wide)
         except Exception as error:
             if images is inputs or not is_out_of_memory(error):
                 raise
-            continue  # large images: these few are enough
+            continue  # the images are large: try ``inputs`` alone
         if first is not None and second is not None:
             return difference(first, second, ROUNDING)
-    return mismatch if difference(expected, actual, LOOSE) is not None else None  # its forward names a type
-
-
-def widened(inputs: tuple[Any, ...]) -> tuple[Any, ...]:
-    """The inputs in double precision."""
-    wide: tuple[Any, ...] = pytree.tree_map(
-        lambda v: v.double() if isinstance(v, Tensor) and v.is_floating_point() else v, inputs
-    )
-    return wide
+    return mismatch if difference(expected, actual, LOOSE) is not None else None
 
 
 def difference(expected: Outcome, actual: Outcome, tolerance: float | None) -> str | None:
-    """What differs first, in words; ``tolerance``: of the scale, or that of each tensor's type."""
+    """The first difference, in words; ``tolerance``: a share of the scale; None: by each tensor's type."""
     try:
         if len(expected.outputs) != len(actual.outputs):
             return f"it returns {len(actual.outputs)} values, not {len(expected.outputs)}"

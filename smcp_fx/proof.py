@@ -1,7 +1,7 @@
-"""Proof, before anyone trains, that a prepared model is the original, and after, that a sliced one is the masked.
+"""Checks that a prepared model computes what the original does, and a sliced model what the masked one does.
 
-Both are run side by side on a few of the example's images: outputs, what batch norms gather, gradients. What differs
-in the model's own precision is judged in double precision, where rounding is told from faults.
+The two run side by side on a few of the example's images; outputs, buffers and gradients are compared. A
+difference in the model's own precision is judged again in double precision, which tells rounding from faults.
 """
 
 from __future__ import annotations
@@ -28,30 +28,27 @@ from smcp_fx.outcomes import (
     outcome_of,
     outcome_or_none,
     repeats,
-    widened,
-    widened_copy,
 )
 from smcp_fx.passes.fold_batch_norm_scalers import FoldBatchNormScalers
 from smcp_fx.passes.sliced_labels import Sliced
 from smcp_fx.passes.weight_products import held_tensor
 from smcp_fx.prepared import PreparedGraph, PreparedModel, PreparedRegions
-from smcp_fx.tracing.copying import deep_copy
+from smcp_fx.tracing.copying import InDouble, deep_copy, widened
 from smcp_fx.tracing.example_runs import Recorder, plain, unchanged
 from smcp_fx.tracing.same_draws import same_draws
 
-#: How many images the comparisons take: in `train()` (a batch norm needs two), and as another batch in `eval()`.
+#: Images per comparison: in `train()` (a batch norm needs two), and in `eval()`, as another batch size.
 IMAGES, OTHERS = 2, 3
-#: How many are judged in double precision: of two images, a batch norm of maps of one pixel makes signs, which the
-#: last bit decides. The second is for examples of the first, since a trace may be right for its own number only.
+#: Images in double precision: from two images, a batch norm of one-pixel maps makes signs, which the last bit
+#: decides. The second number is for examples of the first size: a trace may be right for that size only.
 _JUDGED = 5, 4
 
 
 def check_prepared(original: nn.Module, prepared: PreparedModel, inputs: tuple[Any, ...]) -> None:
-    """Raise `TraceError`, naming what differs first, where the prepared model is not the original.
+    """Raise `TraceError`, naming the first difference, if the prepared model computes something else.
 
-    Compared are `train()` with gradients and buffers, and `eval()` with another number of images. A mode in which the
-    original itself does not take such inputs is left out; where it is not the same twice, or gives no number, a
-    warning says so.
+    Compares `train()` with gradients and buffers, and `eval()` with another batch size. Skips a mode in which
+    the original refuses the inputs. Warns if the original gives other results each time, or no finite number.
     """
     original, kind = deep_copy(original), type(original).__name__
     for training, images in ((True, IMAGES), (False, OTHERS)):
@@ -66,7 +63,7 @@ def check_prepared(original: nn.Module, prepared: PreparedModel, inputs: tuple[A
             )
         try:
             mismatch = differs(original, prepared, example, training, expected, more=more_images(inputs))
-        except AssumptionError:  # it says so itself, whenever it meets another number of images
+        except AssumptionError:  # it takes no other batch size, and says so in every call
             example, expected = inputs, outcome_or_none(original, inputs, training)
             if expected is None:
                 continue
@@ -91,7 +88,7 @@ def check_prepared(original: nn.Module, prepared: PreparedModel, inputs: tuple[A
 
 
 def check_converted(prepared: PreparedModel, converted: nn.Module, inputs: tuple[Any, ...]) -> None:
-    """Raise `PassError` where the sliced network computes something else than the masked one, in `eval()`."""
+    """Raise `PassError` if the sliced network computes something else than the masked one, in `eval()`."""
     inputs = fitting(prepared, inputs)
     example, expected = on_some(prepared, inputs, IMAGES, False)
     if expected is None:
@@ -113,12 +110,12 @@ def check_converted(prepared: PreparedModel, converted: nn.Module, inputs: tuple
 
 
 def _images(inputs: tuple[Any, ...]) -> int:
-    """The length of the first tensor."""
+    """The batch size: the length of the first tensor."""
     return next((v.shape[0] for v in pytree.tree_leaves(inputs) if isinstance(v, Tensor) and v.dim()), 0)
 
 
 def _some(inputs: tuple[Any, ...], count: int) -> tuple[Any, ...]:
-    """The inputs with so many images: as many as the first tensor has are cut, or repeated."""
+    """The inputs with ``count`` images: each tensor as long as the first one is cut or repeated."""
     images = _images(inputs)
 
     def some(leaf: Any) -> Any:
@@ -128,7 +125,7 @@ def _some(inputs: tuple[Any, ...], count: int) -> tuple[Any, ...]:
         cut = leaf.detach()[index % images]
         if not leaf.is_floating_point() or count <= images:
             return cut
-        # Weaker each time: whether images are mixed is not seen on equal ones.
+        # Each repeat is weaker: equal images would not show whether the model mixes them.
         return cut * (1 - (index // images) / count).to(cut).reshape(-1, *[1] * (cut.dim() - 1))
 
     cut: tuple[Any, ...] = pytree.tree_map(some, inputs)
@@ -136,14 +133,14 @@ def _some(inputs: tuple[Any, ...], count: int) -> tuple[Any, ...]:
 
 
 def more_images(inputs: tuple[Any, ...]) -> tuple[Any, ...]:
-    """The inputs with as many images as are judged in double precision."""
+    """The inputs with as many images as double precision is judged on."""
     return _some(inputs, _JUDGED[_images(inputs) == _JUDGED[0]])
 
 
 def on_some(
     model: nn.Module, inputs: tuple[Any, ...], images: int, training: bool, but: Collection[str] = ()
 ) -> tuple[tuple[Any, ...], Outcome | None]:
-    """So many images and what the model makes of them; the inputs as they are where it does not take those."""
+    """The inputs with so many images, and the outcome; the inputs as given if the model refuses those."""
     some = _some(inputs, images)
     expected = outcome_or_none(model, some, training, but)
     if expected is not None:
@@ -152,11 +149,11 @@ def on_some(
 
 
 def _widened_as_folded(prepared: nn.Module) -> nn.Module:
-    """A copy in double precision whose scaled weights are those that folding has rounded to the model's own type.
+    """A copy in double precision, whose scaled weights equal those that folding rounded to the model's type.
 
-    Else the rounding of one multiplication a channel, which a deep network amplifies, would pass for a fault.
+    Otherwise a deep network would amplify the rounding of one multiplication a channel until it looks wrong.
     """
-    wide = widened_copy(prepared)
+    wide = widened(prepared)
     assert isinstance(prepared, PreparedModel) and isinstance(wide, PreparedModel)
     products = [node for node in prepared.graph.nodes if node.target in FoldBatchNormScalers.functions]
     with torch.no_grad():
@@ -172,15 +169,16 @@ def _widened_as_folded(prepared: nn.Module) -> nn.Module:
 
 
 def _regions_differ(prepared: PreparedRegions, converted: nn.Module, inputs: tuple[Any, ...]) -> str | None:
-    """What the first call of a region gives, where it is given the same.
+    """The first difference between the regions' first calls, where their operands are the same.
 
-    Not what the Python behind makes of it: sorting and suppressing boxes follow the last bit of their scores.
+    The Python code behind them is not compared: sorting and suppressing boxes depend on a score's last bit.
     """
     try:
         mismatch = _calls_differ(prepared.regions, prepared, converted, inputs)
         if mismatch is not None:
-            one, other = _widened_as_folded(prepared), widened_copy(converted)
-            mismatch = _calls_differ(prepared.regions, one, other, widened(inputs), ROUNDING)
+            one, other = _widened_as_folded(prepared), widened(converted)
+            with InDouble():
+                mismatch = _calls_differ(prepared.regions, one, other, widened(inputs), ROUNDING)
     except Exception as error:
         if is_out_of_memory(error):
             raise
@@ -212,7 +210,7 @@ def _of_one_shape(left: list[Tensor], right: list[Tensor]) -> tuple[Outcome, Out
 def _first_calls(
     model: nn.Module, paths: tuple[str, ...], inputs: tuple[Any, ...]
 ) -> dict[str, tuple[list[Tensor], list[Tensor]]]:
-    """The tensors that each region's first call takes and gives."""
+    """The tensors that each region's first call takes and returns."""
     calls: dict[str, tuple[list[Tensor], list[Tensor]]] = {}
 
     def note(path: str, given: Any, output: Any) -> None:
@@ -240,7 +238,7 @@ def _first_calls(
 
 
 class _Watching(Recorder):
-    """Tells of every node's result."""
+    """Calls ``seen`` with every node and its result."""
 
     def __init__(self, module: fx.GraphModule, training: bool, seen: Callable[[fx.Node, Any], None]) -> None:
         super().__init__(module, training)
@@ -255,7 +253,7 @@ class _Watching(Recorder):
 def run_watched(
     module: fx.GraphModule, inputs: tuple[Any, ...], training: bool, seen: Callable[[fx.Node, Any], None]
 ) -> None:
-    """Run a graph, and tell of every node's result."""
+    """Run a graph, and call ``seen`` with every node and its result."""
     copies = pytree.tree_map(lambda v: v.detach().clone() if isinstance(v, Tensor) else v, inputs)
     with in_mode(module, training), unchanged(module), same_draws(), torch.no_grad():
         _Watching(module, training, seen).run(*copies)
@@ -264,7 +262,7 @@ def run_watched(
 def _first_module(
     original: nn.Module, prepared: nn.Module, inputs: tuple[Any, ...], training: bool
 ) -> str | None:
-    """The path of the first module whose output differs, of those that the graph calls."""
+    """The path of the first module that the graph calls and whose output differs."""
     if not isinstance(prepared, PreparedGraph):
         return None
     outputs: dict[str, list[Any]] = {}
@@ -290,13 +288,13 @@ def _first_module(
 
     try:
         run_watched(prepared, inputs, training, seen)
-    except Exception:  # it may be what does not run
+    except Exception:  # the graph at fault may not run at all
         return wrong[0] if wrong else None
     return wrong[0] if wrong else None
 
 
 def _first_sliced(prepared: nn.Module, converted: nn.Module, inputs: tuple[Any, ...]) -> str | None:
-    """The first node whose result in the sliced graph is not the masked one's, less the channels that went."""
+    """The first node whose sliced result differs from the kept channels of its masked result."""
     if not isinstance(prepared, PreparedGraph) or not isinstance(converted, fx.GraphModule):
         return None
     masked: dict[str, Any] = {}
@@ -320,7 +318,7 @@ def _first_sliced(prepared: nn.Module, converted: nn.Module, inputs: tuple[Any, 
 
     try:
         run_watched(converted, inputs, False, seen)
-    except Exception:  # it may be what does not run
+    except Exception:  # the graph at fault may not run at all
         return wrong[0] if wrong else None
     return wrong[0] if wrong else None
 

@@ -13,8 +13,10 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, fx, nn
 from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
 
 _T = TypeVar("_T")
+_CASTS = (Tensor.float, Tensor.half, Tensor.bfloat16)
 #: The attributes in which a module holds its parts.
 TABLES = ("_modules", "_parameters", "_buffers", "_non_persistent_buffers_set")
 
@@ -47,6 +49,37 @@ def deep_copy(value: _T, memo: dict[int, Any] | None = None) -> _T:
 
 def _parameters(value: Any) -> list[Tensor]:
     return list(value.parameters()) if isinstance(value, nn.Module) else []
+
+
+def widened(value: _T) -> _T:
+    """A copy of a module in double precision; of other values (nested inputs), with such tensors."""
+    if isinstance(value, nn.Module):
+        return deep_copy(value).double()
+    wide: _T = pytree.tree_map(
+        lambda v: v.double() if isinstance(v, Tensor) and v.is_floating_point() else v, value
+    )
+    return wide
+
+
+class InDouble(TorchFunctionMode):
+    """Runs `widened` modules: any floating-point type that their forward names is float64."""
+
+    def __enter__(self) -> InDouble:
+        self._default = torch.get_default_dtype()
+        torch.set_default_dtype(torch.float64)
+        super().__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        torch.set_default_dtype(self._default)
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        args, kwargs = pytree.tree_map(
+            lambda v: torch.float64 if isinstance(v, torch.dtype) and v.is_floating_point else v,
+            (args, kwargs or {}),
+        )
+        return (Tensor.double if func in _CASTS else func)(*args, **kwargs)
 
 
 def sharing(owner: nn.Module, graph: fx.Graph) -> fx.GraphModule:

@@ -176,6 +176,32 @@ def test_activations_come_back(nodes: list[onnx.NodeProto], function: Any, tmp_p
     assert functions(smcp_fx.from_onnx(write(tmp_path, nodes, NUMBERS))) == [function]
 
 
+@pytest.mark.parametrize("number", [0.0, 1.0, 3.0])
+@pytest.mark.parametrize("swapped", [False, True])
+@pytest.mark.parametrize("gate", ["Sigmoid", "HardSigmoid", "Erf", "Tanh", "Relu"])
+def test_a_product_with_a_number_is_no_activation(
+    gate: str, swapped: bool, number: float, tmp_path: Path
+) -> None:
+    held = {"number": np.float32(number)}
+    nodes = [n(gate, "x", "s"), n("Mul", "number s" if swapped else "s number", "p"), n("Mul", "p number")]
+    path = write(tmp_path, nodes, held)
+    expected = ort.InferenceSession(path).run(["y"], {"x": np.ones((2, 4, 3, 3), np.float32)})[0]
+    found = smcp_fx.from_onnx(path)(torch.ones(2, 4, 3, 3))
+    torch.testing.assert_close(found, torch.from_numpy(expected), rtol=1e-5, atol=1e-5)
+
+
+def test_rounding_behind_a_cast_is_no_difference(tmp_path: Path) -> None:
+    """A variance as the mean of squares minus the square of the mean, far from zero (magika)."""
+    held = {"far": np.float32(1000), "axes": np.array([1], np.int64), "scale": np.float32(1 / 48)}
+    nodes = [
+        n("Cast", "x", "f", to=TensorProto.FLOAT), n("Add", "f far", "h"), n("Mul", "h h", "q"),
+        n("ReduceSum", "q axes", "a"), n("Mul", "a scale", "m2"), n("ReduceSum", "h axes", "b"),
+        n("Mul", "b scale", "m"), n("Mul", "m m", "mm"), n("Sub", "m2 mm"),
+    ]  # fmt: skip
+    path = write(tmp_path, nodes, held, ("batch", 48), kind=TensorProto.INT64)
+    assert smcp_fx.from_onnx(path)(torch.ones(2, 48, dtype=torch.int64)).shape == (2, 1)
+
+
 def test_a_layer_norm_comes_back_with_its_weights(tmp_path: Path) -> None:
     held = NUMBERS | weights(**{"norm.weight": (8,), "norm.bias": (8,)})
     nodes = [

@@ -231,6 +231,7 @@ def test_the_page_tells_the_record(tmp_path: Path) -> None:
         "error": 0.001,
     }
     found += [{**near, "count": 4, "share": 0.5, "estimate": 0.01 * k, "measured": 0.01} for k in (1, 3)]
+    found += [{**found[-1], "network": "ViT-S", "dense": 0.75}]
     write_document(found, tmp_path)
     text = (tmp_path / "docs/results/real.md").read_text(encoding="utf-8")
     apart = f"{-12.5:+.1f} ({100 * (-0.125 - 1.959964 / 8):+.1f} to {100 * (-0.125 + 1.959964 / 8):+.1f})"
@@ -242,4 +243,5 @@ def test_the_page_tells_the_record(tmp_path: Path) -> None:
     readme = (tmp_path / "README.md").read_text(encoding="utf-8")
     assert "| PP-OCR classifier, this library | 100.0 | 87.5 |" in readme and readme.endswith("\nb\n")
     pictures = {path.name for path in (tmp_path / "docs/results").glob("*.svg")}
-    assert pictures == {"real_pp_ocr_classifier_flops.svg", "real_pp_ocr_classifier_worth.svg"}
+    worths = {"real_pp_ocr_classifier_worth.svg", "real_vit_s_worth.svg"}
+    assert pictures == {"real_pp_ocr_classifier_flops.svg", *worths} and "## ViT-S: 75.0%" in text

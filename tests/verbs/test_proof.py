@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -232,6 +233,42 @@ def test_a_model_that_is_chaotic_on_few_images_is_judged_on_others(off: float) -
     expected = outcomes.outcome_of(one, chaotic, False)
     assert outcomes.differs(one, other, chaotic, False, expected) is not None
     assert (outcomes.differs(one, other, chaotic, False, expected, more=calm) is not None) is bool(off)
+
+
+class Variance(nn.Module):
+    """A variance in one of two ways, of numbers far from zero, in a type that forward names."""
+
+    def __init__(self, centred: bool, named: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.weight, self.centred, self.named = nn.Parameter(torch.rand(8, 8)), centred, named
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.named(x) @ self.weight + torch.full((8,), 3000.0) @ torch.eye(8)
+        mean = h.mean(1, keepdim=True)
+        return ((h - mean) ** 2).mean(1) if self.centred else (h * h).mean(1) - mean[:, 0] ** 2
+
+
+@pytest.mark.parametrize(
+    "named",
+    [
+        lambda x: x.float(),
+        lambda x: x.to(torch.float32),
+        lambda x: x.type(torch.float32),
+        lambda x: x + torch.zeros(8, dtype=torch.float32),
+        lambda x: x * torch.ones_like(x, dtype=torch.float32),
+    ],
+)
+def test_rounding_is_told_from_faults_where_forward_names_a_type(named: Callable[[Tensor], Tensor]) -> None:
+    one, other = Variance(True, named), Variance(False, named)
+    other.load_state_dict(one.state_dict())
+    images = (torch.randint(9, (2, 8)).float(),)
+    expected = outcomes.outcome_of(one, images, False)
+    assert outcomes.difference(expected, outcomes.outcome_of(other, images, False), outcomes.LOOSE)
+    assert outcomes.differs(one, other, images, False, expected) is None
+    with torch.no_grad():
+        other.weight *= 1 + 1e-3
+    assert outcomes.differs(one, other, images, False, expected) is not None
+    assert torch.get_default_dtype() is torch.float32
 
 
 def test_a_trace_that_holds_its_example_s_batch_is_not_judged_on_that() -> None:

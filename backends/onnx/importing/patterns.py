@@ -1,6 +1,6 @@
-"""Puts together what exporters take apart: activations, layer norms, group norms, factors and summands of layers.
+"""Reassembles the operations that exporters decompose: activations, norms, factors and summands of layers.
 
-Repair fits norms and layers as wholes, and runtimes have kernels for activations.
+Repair fits whole norms and layers, and runtimes have kernels for whole activations.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from smcp_fx.backends.onnx.importing.network import VALUE
 
 
 def recognise(b: Builder, outputs: list[Any]) -> None:
-    """Replace what is recognised, in the builder's graph; ``outputs`` are replaced alike."""
+    """Replace the recognised patterns in the builder's graph and in ``outputs``."""
     for find in (_activation, _layer_norm, _group_norm):
         for node in list(b.graph.nodes):
             if node.graph is not b.graph or node._erased:
@@ -38,7 +38,7 @@ def recognise(b: Builder, outputs: list[Any]) -> None:
 
 
 def _drop(b: Builder, node: Any, outputs: list[Any]) -> None:
-    """Erase a node that nothing reads, and those that it alone read."""
+    """Erase a node that nothing reads, then each of its operands that nothing else reads."""
     if node.users or node in outputs or node.op == "placeholder":
         return
     sources = node.all_input_nodes
@@ -98,7 +98,7 @@ def _is_shifted(gate: Any, x: Any) -> bool:
     return gate.target is F.relu6 and _sum(gate.args[0]) == (x, 3)
 
 
-#: Function, constant factor, and what the other factor beside x is.
+#: Function, constant factor, and a test of the gate, which is the other factor beside x.
 _GATES: tuple[tuple[Callable[..., Any], float, Callable[[Any, Any], bool]], ...] = (
     (F.silu, 1.0, lambda gate, x: gate.target is torch.sigmoid and gate.args[0] is x),
     (F.hardswish, 1.0, lambda gate, x: gate.target is F.hardsigmoid and gate.args[0] is x),
@@ -108,20 +108,20 @@ _GATES: tuple[tuple[Callable[..., Any], float, Callable[[Any, Any], bool]], ...]
 
 
 def _product(node: Any) -> tuple[float, list[Any]]:
-    """Return a value as a number times nodes; products that others read, too, are not taken apart."""
+    """Return a value as a number times nodes; leave an inner product whole if it has other readers."""
     if not isinstance(node, fx.Node) or node.target not in (operator.mul, operator.truediv):
         return 1.0, [node]
     left, right = node.args
-    if isinstance(right, (int, float)) and right != 0:
+    if isinstance(left, fx.Node) and isinstance(right, fx.Node) and node.target is operator.mul:
+        (a, first), (c, second) = _inner(left), _inner(right)
+        return a * c, [*first, *second]
+    if isinstance(left, fx.Node) and isinstance(right, (int, float)) and right != 0:
         factor, parts = _inner(left)
         return (factor * right if node.target is operator.mul else factor / right), parts
-    if isinstance(left, (int, float)) and node.target is operator.mul:
+    if isinstance(left, (int, float)) and isinstance(right, fx.Node) and node.target is operator.mul:
         factor, parts = _inner(right)
         return factor * left, parts
-    if node.target is operator.truediv:
-        return 1.0, [node]
-    (a, first), (c, second) = _inner(left), _inner(right)
-    return a * c, [*first, *second]
+    return 1.0, [node]
 
 
 def _inner(node: Any) -> tuple[float, list[Any]]:
@@ -129,7 +129,7 @@ def _inner(node: Any) -> tuple[float, list[Any]]:
 
 
 def _sum(node: Any) -> tuple[Any, float]:
-    """Return a value as a node plus a number; no node for another sum."""
+    """Return a value as a node plus a number; the node is None for any other value."""
     if isinstance(node, fx.Node) and node.target is operator.add:
         for x, number in (node.args, node.args[::-1]):
             if isinstance(number, (int, float)) and isinstance(x, fx.Node):
@@ -145,7 +145,7 @@ def _close(value: float, wanted: float) -> bool:
 
 
 class _Scaled(NamedTuple):
-    """What a value is multiplied by, and what is added."""
+    """The factor and the summand of a value."""
 
     weight: Tensor | None
     bias: Tensor | None
@@ -171,7 +171,7 @@ def _layer_norm(b: Builder, node: Any) -> fx.Node | None:
 
 
 def _normalised(core: Any) -> tuple[Any, float, Sequence[int]] | None:
-    """Return x, epsilon and the axes of a value that is normalised."""
+    """Return x, epsilon and the axes of a normalised value; None for other values."""
     centred, deviation = core.args
     if not _is(centred, operator.sub) or not _is(deviation, torch.sqrt):
         return None
@@ -229,7 +229,7 @@ def _operand(b: Builder, node: Any, function: Any) -> tuple[Tensor | None, Any]:
 
 
 def _goes_on(b: Builder, node: Any, scaled: _Scaled) -> bool:
-    """Is the value read by nothing but a weight or bias that belongs to it?"""
+    """Does the value's only reader apply a further weight or bias, which belongs to the norm?"""
     if len(node.users) != 1 or scaled.bias is not None:
         return False
     reader = next(iter(node.users))

@@ -177,6 +177,7 @@ def worth(prepared: Prepared) -> Iterator[dict[str, Any]]:
                 )
                 yield {
                     "group": group, "size": size, "count": refit.count, "share": share,
+                    "dense": statistics.fmean(prepared.dense.right),
                     "measured": float(rises.mean()), "error": float(rises.std()) / len(rises) ** 0.5,
                     "estimate": positions * float(order.rises[refit.count]),
                 }  # fmt: skip
