@@ -1,6 +1,6 @@
 """Runtimes: everything that runs, measures or emits a network.
 
-`get_backend` is the way in; each runtime is imported only when it is asked for.
+`get_backend` is the entry point; each runtime is imported only when it is asked for.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ __all__ = [
 
 @dataclass(frozen=True)
 class _Entry:
-    """Where a backend is: its class, the packages that it needs, the dataclass of options of its own, if any."""
+    """A backend's class, the packages that it needs, and the dataclass of its own options, if any."""
 
     backend: str
     packages: str
@@ -53,7 +53,7 @@ class _Entry:
 
 
 _HERE = "smcp_fx.backends"
-#: All there are. Elsewhere only the command lines ask for a name: `torch` to time it, `tensorrt` for requests.
+#: All backends. Elsewhere only the command lines check names: `torch` to time it, `tensorrt` for requests.
 _BACKENDS = {
     "onnxruntime": _Entry(f"{_HERE}.onnxruntime.backend:OnnxRuntimeBackend", "onnxruntime onnx onnxscript"),
     "openvino": _Entry(f"{_HERE}.openvino.backend:OpenVINOBackend", "openvino onnxruntime onnx onnxscript"),
@@ -86,7 +86,7 @@ def backend_packages() -> tuple[str, ...]:
 def get_backend(name: str, **options: Any) -> Backend:
     """Return the backend of this name (`backend_names`) with its options.
 
-    `BackendError` when the name or an option is unknown or the runtime is not installed.
+    `BackendError` if the name or an option is unknown or the runtime is not installed.
     """
     if name not in _BACKENDS:
         raise BackendError(f"unknown backend {name!r}; there are: {', '.join(backend_names())}")

@@ -30,9 +30,9 @@ if TYPE_CHECKING:
 
 Array = NDArray[Any]
 
-#: What networks run in. A backend refuses what its runtime or device lacks.
+#: Precisions that networks run in. A backend refuses those that its runtime or device lacks.
 PRECISIONS = ("fp32", "fp16", "bf16", "int8")
-#: Bytes of a number that a network of less precision keeps.
+#: Bytes per number in a network of reduced precision.
 BYTES = {"fp16": 2, "bf16": 2, "int8": 1}
 
 
@@ -57,7 +57,7 @@ class Fingerprint:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Fingerprint:
-        """Return the fingerprint that `as_dict` wrote; `TableError` when fields are missing or unknown."""
+        """Return the fingerprint that `as_dict` wrote; `TableError` if fields are missing or unknown."""
         try:
             settings = tuple(sorted((str(k), str(v)) for k, v in dict(values["settings"]).items()))
             return cls(**{**values, "settings": settings})
@@ -65,11 +65,11 @@ class Fingerprint:
             raise TableError(f"not a device fingerprint: {repr(values)[:200]} ({error})") from error
 
     def key(self) -> str:
-        """Return 16 hex digits that stand for this fingerprint."""
+        """Return 16 hex digits that identify this fingerprint."""
         return hashlib.sha256(json.dumps(self.as_dict(), sort_keys=True).encode()).hexdigest()[:16]
 
     def describe(self) -> str:
-        """Return one line for people."""
+        """Return a one-line description for people."""
         threads = f"{self.threads} thread{'s' if self.threads != 1 else ''}"
         pages = ", huge pages" if dict(self.settings).get("huge_pages") == "on" else ""
         return f"{self.runtime} {self.version}, {self.precision}, {threads}, {self.device}{pages}"
@@ -77,7 +77,7 @@ class Fingerprint:
 
 @dataclass(frozen=True)
 class BlockLatency:
-    """What a block costs: ``hot`` with its weights in cache, ``cold`` with its weights in memory.
+    """A block's latency: ``hot`` with its weights in cache, ``cold`` with its weights in memory.
 
     ``cold`` is None if the backend does not tell the two apart. ``pace_ms``: how long a fixed piece of work took at
     the core's usual pace at that time (`Pace.usual_ms`); 0 if that is not known.
@@ -104,7 +104,7 @@ class Engine(ABC):
     """A compiled network, with the example inputs that it is timed on. Use as a context manager, or close().
 
     ``cpu_bound``: it computes in the calling thread alone, so that disturbed runs can be told from slow ones.
-    ``remarks``: sentences on what was compiled that a user should read.
+    ``remarks``: sentences about the compilation that a user should read.
     """
 
     cpu_bound: bool = False
@@ -132,13 +132,13 @@ class Engine(ABC):
         """Return the same network, loaded again: caches serve it differently when its memory lies elsewhere."""
 
     def layers(self) -> list[dict[str, Any]]:
-        """Return what each layer of the running network takes, where the runtime tells: name, ``ms``, ``nodes`` (the
-        modules that it computes, by path) and ``reformat`` (whether it only converts). None by default.
+        """Return each layer's time, as far as the runtime tells: name, ``ms``, ``nodes`` (the paths of the
+        modules that it computes) and ``reformat`` (whether it only converts). Empty by default.
         """
         return []
 
     def close(self) -> None:
-        """Free what the runtime holds."""
+        """Free the runtime's resources."""
         return None
 
     def __enter__(self) -> Engine:
@@ -153,8 +153,8 @@ class Engine(ABC):
 class Backend(ABC):
     """Compiles networks and measures blocks on one device with fixed settings.
 
-    ``calibrated``: what it compiles needs calibration data (`calibrate`). ``writer``: of ONNX files like another
-    (`smcp_fx.backends.onnx.importing.writing.Writer`); None: as `export_onnx` writes them.
+    ``calibrated``: compiling needs calibration data (`calibrate`). ``writer``: writes ONNX files like an
+    imported one (`smcp_fx.backends.onnx.importing.writing.Writer`); None for `export_onnx`'s form.
     """
 
     name: ClassVar[str]
@@ -163,15 +163,15 @@ class Backend(ABC):
 
     @abstractmethod
     def fingerprint(self) -> Fingerprint:
-        """Return what the latencies of this backend depend on."""
+        """Return everything that this backend's latencies depend on."""
 
     @abstractmethod
     def compile(
         self, module: nn.Module, example_inputs: tuple[Tensor, ...], path: Path | str | None = None
     ) -> Engine:
-        """Compile ``module`` in eval mode, and leave `files` of ``path``, the main one there.
+        """Compile ``module`` in eval mode, and write the `files` of ``path``.
 
-        `BackendError` when the runtime cannot express it or computes something else.
+        `BackendError` if the runtime cannot express the module or computes different outputs.
         """
 
     def try_export(self, module: nn.Module, example_inputs: tuple[Tensor, ...]) -> None:  # noqa: B027
@@ -189,19 +189,19 @@ class Backend(ABC):
         return ()
 
     def calibrate(self, batches: Sequence[Array]) -> None:  # noqa: B027
-        """Take batches of the network's input, which INT8 needs; others do nothing with them."""
+        """Take batches of the network's input, which INT8 needs; other precisions ignore them."""
 
     def keep_in_float(self, layers: Collection[str]) -> None:  # noqa: B027
-        """Leave these layers, by their module's path, in float from now on, where others are quantised."""
+        """Keep these layers (module paths) in float from now on when the others are quantised."""
 
     def full_precision(self) -> Backend | None:
-        """Return this backend in float32, to hold a network of less precision against; None where it is that."""
+        """Return this backend in float32, as a reference for reduced precision; None if it is in float32."""
         return None
 
     def layer_errors(self, module: nn.Module, example_inputs: tuple[Tensor, ...]) -> dict[str, float]:
         """Return, by layer, the error of the network's outputs if that layer alone is quantised, largest first.
 
-        The error is root mean square, as a share of the outputs'. Empty where nothing is quantised.
+        The error is a root mean square, as a share of the outputs' own. Empty if nothing is quantised.
         """
         return {}
 
@@ -212,13 +212,13 @@ class Backend(ABC):
         """
 
     def expect_blocks(self, blocks: Sequence[Block]) -> None:  # noqa: B027 - a hint
-        """Prepare to measure these blocks; a chance to do once what all of them need."""
+        """Prepare to measure these blocks; a chance to do their common work once."""
 
     def prepare_rows(self, rows: Sequence[tuple[Block, tuple[int, ...]]]) -> None:  # noqa: B027 - a hint
         """Prepare to measure these blocks at these widths; a chance to build several at a time."""
 
     def run_overhead_ms(self) -> float | None:
-        """Return what a run costs beside its blocks, in ms; None if that is unknown or not part of `latency`."""
+        """Return a run's own cost outside its blocks, in ms; None if unknown or not part of `latency`."""
         return None
 
     def cache_bytes(self) -> int:
@@ -226,7 +226,7 @@ class Backend(ABC):
         return cache_bytes()
 
     def fading_half_ms(self) -> float:
-        """Return after how many ms others have pushed out half of what that cache held; inf if it stays."""
+        """Return after how many ms other processes have replaced half of that cache; inf if it stays."""
         return math.inf
 
     def block_latency(
@@ -250,7 +250,7 @@ def to_arrays(tensors: Sequence[Tensor]) -> list[Array]:
 
 
 def cpu_name() -> str:
-    """Return the name of this machine's processor, as the kernel tells it."""
+    """Return the name of this machine's processor, as the kernel reports it."""
     name = ""
     info = Path("/proc/cpuinfo")
     if info.exists():

@@ -1,4 +1,4 @@
-"""Table rows and engine layers side by side: what each block was predicted to take, and what its layers take."""
+"""Table rows and engine layers side by side: each block's predicted time, and its layers' measured time."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ def blocks_beside_layers(
 ) -> dict[str, Any]:
     """Return ``{"blocks": [...], "other_layers": [...]}`` in ms.
 
-    A layer belongs to the block whose convolution or linear it computes (ONNX nodes carry their modules' paths).
-    A layer that computes several blocks is split among them as predicted. Copies into other formats and what is
-    fused elsewhere are ``other_layers``; blocks without a layer have ``measured_ms`` None.
+    A layer belongs to the block whose convolution or linear it computes (ONNX nodes carry their modules'
+    paths). A layer that computes several blocks is split among them as predicted. Layers of no block, such as
+    copies into other formats, are ``other_layers``; blocks without a layer have ``measured_ms`` None.
     """
     home = {path: block.name for block in blocks for path in _paths(block)}
     measured: dict[str, float] = {}

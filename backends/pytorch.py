@@ -31,9 +31,9 @@ from smcp_fx.errors import BackendError, InputError
 if TYPE_CHECKING:
     from smcp_fx.blocks.sharing import Block
 
-#: What modules and inputs are converted to; a precision that is not here leaves them as they are.
+#: The types that modules and inputs are converted to; other precisions leave them unchanged.
 _TYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
-#: How long a block's runs in a row take together (ms), at most how many they are, and how long a row is measured.
+#: How long a block's runs in a row take together (ms), the most runs in a row, and how to measure a row.
 #: Chosen, not measured.
 _IN_A_ROW_MS, _MOST_IN_A_ROW = 2.0, 50
 _ROW = TimingConfig(min_repeats=10, max_repeats=40, budget_ms=60.0, warmup_ms=10.0)
@@ -92,7 +92,7 @@ class TorchEngine(Engine):
         return once
 
     def in_a_row(self, config: TimingConfig) -> Measurement:
-        """Measure one of several runs in a row on CUDA; a run alone would count the launch of its graph, too."""
+        """Measure one of several runs in a row on CUDA; a single run would include its graph's launch."""
         alone = self._between_events(lambda: self._forward(self._inputs))
         ms = float(np.median([alone() for _ in range(5)]))
         inner = int(np.clip(np.ceil(_IN_A_ROW_MS / max(ms, 1e-4)), 1, _MOST_IN_A_ROW))
@@ -100,7 +100,7 @@ class TorchEngine(Engine):
         return measure_timers([lambda: together() / inner], config)[0]
 
     def reload(self) -> TorchEngine:
-        """Return it with a copy of the module."""
+        """Return a new engine with a copy of the module."""
         if self._module is None:
             raise BackendError("this engine is closed")
         return TorchEngine(self._module, self._inputs, **self._options)
@@ -173,7 +173,7 @@ class TorchEngine(Engine):
 class TorchBackend(Backend):
     """PyTorch on ``device`` ("cpu", "cuda", "cuda:1"), eager or ``compiled``; ``threads`` on the CPU.
 
-    ``precision``: "fp16" or "bf16" converts what is compiled; otherwise networks keep the precision that they have.
+    ``precision``: "fp16" or "bf16" converts compiled networks; otherwise they keep their own precision.
     """
 
     name: ClassVar[str] = "torch"
@@ -233,12 +233,12 @@ class TorchBackend(Backend):
         )
 
     def require_quiet(self) -> None:
-        """Ask for a core that this thread has most of the time; on CUDA for nothing."""
+        """Require a core that this thread has most of the time; on CUDA require nothing."""
         if self._device.type == "cpu":
             require_core()
 
     def full_precision(self) -> TorchBackend | None:
-        """Return this without a precision of its own; None where it has none."""
+        """Return this backend without a precision of its own; None if it has none."""
         if self.precision is None:
             return None
         return TorchBackend(str(self._device), self.threads, self.compiled, self.graph_replay)
@@ -250,7 +250,7 @@ class TorchBackend(Backend):
         return int(torch.cuda.get_device_properties(self._device).L2_cache_size)
 
     def run_overhead_ms(self) -> float | None:
-        """Return what a run costs on CUDA beside its layers, measured on one small layer; None on a CPU."""
+        """Return a CUDA run's cost beyond its layers in ms, measured on one small layer; None on a CPU."""
         if self._device.type == "cpu":
             return None
         if self._run_ms is None:
@@ -294,5 +294,5 @@ def _channels_last(device: torch.device, kind: torch.dtype | None) -> bool:
 
 
 def _laid_out(tensor: Tensor) -> Tensor:
-    """Return images and kernels with their channels last, others as they are."""
+    """Return images and kernels with their channels last, other tensors unchanged."""
     return tensor.contiguous(memory_format=torch.channels_last) if tensor.dim() == 4 else tensor

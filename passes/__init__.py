@@ -1,1 +1,1 @@
-"""Graph passes: what turns a traced model into a masked one, and that into a smaller one."""
+"""Graph passes: they turn a traced model into a masked one, and a masked one into a smaller one."""

@@ -36,17 +36,17 @@ class GraphPass(ABC):
         return type(self).__name__
 
     def requires(self, module: fx.GraphModule) -> None:  # noqa: B027
-        """Raise `PassError` when the input is not what the pass works on."""
+        """Raise `PassError` if the input does not meet the pass's requirements."""
 
     @abstractmethod
     def apply(self, module: fx.GraphModule) -> PassResult:
-        """Change the module and say what was done."""
+        """Change the module; return what was done."""
 
     def ensures(self, module: fx.GraphModule) -> None:  # noqa: B027
-        """Raise `PassError` when the output is not what the pass promises."""
+        """Raise `PassError` if the output breaks the pass's guarantees."""
 
     def __call__(self, module: fx.GraphModule, recompile: bool = True) -> PassResult:
-        """Check, apply, check; ``recompile``: write the module's code anew where the graph has changed."""
+        """Check, apply, check; ``recompile``: regenerate the module's code if the graph has changed."""
         self.requires(module)
         result = self.apply(module)
         if not isinstance(result, PassResult):
@@ -64,7 +64,7 @@ class GraphPass(ABC):
 def run_pipeline(module: fx.GraphModule, passes: list[GraphPass]) -> list[PassResult]:
     """Run the passes in order on the module and return their results.
 
-    Errors name the pass they arose in, and the one before. Each pass's report is logged to `smcp_fx.passes` at DEBUG.
+    Errors name their pass and those before it. Each pass's report is logged to `smcp_fx.passes` at DEBUG.
     """
     results: list[PassResult] = []
     for place, one in enumerate(passes):

@@ -40,11 +40,11 @@ class Constants:
         self._layers = {layer.node: layer for layer in flow.channels.layers}
         self._known: dict[fx.Node, Any] = {}
         self._written = written_buffers(module)
-        #: What these give depends on the channels kept, and here all are left.
+        #: The result of these nodes depends on the kept channels, but here all are left.
         self._mixes = {mix.node for mix in flow.channels.trail.mixes}
 
     def state(self, node: fx.Node) -> int:
-        """The node's state in the walk; -1 for one that was added since."""
+        """The node's state in the walk; -1 for a node added since."""
         place = self.flow.place.get(node.name)
         return -1 if place is None else self.walk.states[place]
 
@@ -78,7 +78,7 @@ class Constants:
         return self._applied(node, target, _NORMS.get(name, False))
 
     def _bias(self, layer: Layer) -> Tensor:
-        """What a convolution or linear writes when it reads nothing."""
+        """The output of a convolution or linear without input channels: its bias, or zeros."""
         shape = [1] * len(layer.out_shape)
         shape[layer.axis] = layer.output_channels.numel()
         try:
@@ -90,7 +90,7 @@ class Constants:
         return bias.detach().reshape(shape).clone()
 
     def _moved(self, node: fx.Node) -> Any:
-        """Move the places of the source's elements, at the recorded shape, and fetch these."""
+        """Move the places of the source's elements, at the recorded shape, and fetch elements by place."""
         source = node.args[0]
         if not isinstance(source, fx.Node) or self.state(source) != CONSTANT:
             raise NoValueError
@@ -102,14 +102,14 @@ class Constants:
         places = torch.arange(core.numel()).reshape(core.shape).expand(self.labels[source.name].shape)
         try:
             result = moved(self.module, node, self.labels, places)
-        except Exception as error:  # whatever an operation says to labels in the place of its other operands
+        except Exception as error:  # it may fail in any way, as other operands are labels
             raise NoValueError from error
 
         def fetched(part: Any) -> Any:
             if not isinstance(part, Tensor):
                 return part
             part = narrow_uniform(compact(part))
-            if part.numel() > core.numel():  # sizes of the example (its resolution) would be written into it
+            if part.numel() > core.numel():  # it would hold sizes of the example (its resolution)
                 raise NoValueError
             return core.flatten()[part]
 
@@ -139,7 +139,7 @@ class Constants:
         training = target is not None and target.training
         try:
             result = result_of(node, None if target is None else target.eval(), args, kwargs)
-        except Exception as error:  # whatever an operation says to sizes it was not written for
+        except Exception as error:  # it may fail in any way on sizes that it was not written for
             raise NoValueError from error
         finally:
             if target is not None:
@@ -155,7 +155,7 @@ class Constants:
 
 
 def _is_pointwise(name: str, module: nn.Module | None) -> bool:
-    """Does the layer read one position at a time, so that its value at one position is that at all?"""
+    """Does the layer read one position at a time, so that its value at one position holds for all?"""
     if name == "linear":
         return True
     if not isinstance(module, nn.modules.conv._ConvNd) or module.transposed:
@@ -169,7 +169,7 @@ def _is_pointwise(name: str, module: nn.Module | None) -> bool:
 
 def _is_steady(name: str, node: fx.Node, module: nn.Module | None) -> bool:
     """Is the norm's result for a constant independent of the batch and the resolution?"""
-    if name == "batchnorm" and module is None:  # with statistics that are kept, unless in training
+    if name == "batchnorm" and module is None:  # steady if it uses running statistics in eval mode
         mean, training = (
             node.args[place] if len(node.args) > place else node.kwargs.get(key)
             for place, key in ((1, "running_mean"), (5, "training"))

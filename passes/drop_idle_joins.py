@@ -3,7 +3,7 @@
     before   add = constant_conv2 + x                      (a convolution without bias was removed: all zeros)
     after    x
 
-Branches that were removed leave them.
+Removed branches leave idle joins.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from smcp_fx.tracing.aliases import sources
 from smcp_fx.tracing.operations import operation_name, operation_of, writes_in_place
 from smcp_fx.tracing.traits import Trait, has
 
-#: Operations that give a tensor of its own, which their gradients do not read.
+#: Operations that return a new tensor, which their own gradients do not read.
 _OWN = set("add sub linear batchnorm".split()) | {f"conv{rank}d" for rank in (1, 2, 3)}
 
 
 class DropIdleJoins(GraphPass):
-    """Lets readers of an idle join read its one operand, unless they might write into what others read."""
+    """Lets readers of an idle join read its one operand, unless they might write into a shared tensor."""
 
     def apply(self, module: fx.GraphModule) -> PassResult:
         report = []
@@ -39,7 +39,7 @@ class DropIdleJoins(GraphPass):
             module.graph.erase_node(node)
             if zeros is not None and not zeros.users:
                 module.graph.erase_node(zeros)
-                # Two calls may leave the same.
+                # Two calls may share the zeros.
                 if all(other.target != zeros.target for other in module.graph.nodes):
                     delete(module, str(zeros.target))
             report.append(f"{node.name}: nothing but {other.name}")

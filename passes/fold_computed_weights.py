@@ -21,13 +21,13 @@ from smcp_fx.tracing.values import held, is_continuous
 
 
 class FoldComputedWeights(GraphPass):
-    """Stores each computed weight where the channel graph has named it; those of ``cosines`` only if asked."""
+    """Stores each computed weight under its name in the channel graph; ``cosines``: those of cosines, too."""
 
     def __init__(self, cosines: bool = False) -> None:
         self.cosines = cosines
 
     def apply(self, module: fx.GraphModule) -> PassResult:
-        """Fold, and drop what nothing reads any more."""
+        """Fold, then delete the parameters and buffers that nothing reads any more."""
         values: dict[fx.Node, torch.Tensor] = {}
 
         def shape_of(node: fx.Node) -> tuple[int, ...] | None:
@@ -65,7 +65,7 @@ def _fold(module: fx.GraphModule, computed: ComputedWeight, value: torch.Tensor,
 
 
 def _drop(module: nn.Module, name: str) -> None:
-    """Delete a parameter or buffer, and what held it alone."""
+    """Delete a parameter or buffer if it is still there."""
     path, _, attribute = name.rpartition(".")
     try:
         owner = module.get_submodule(path)

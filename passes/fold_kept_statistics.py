@@ -1,6 +1,6 @@
 """Restore the plain form of operations that mix channels: the inverse of `InsertKeptStatistics`.
 
-They then see every channel, and compute what they did with masks once the others are sliced away.
+They then read every channel. Once the others are sliced away, they compute the same as with masks.
 """
 
 from __future__ import annotations

@@ -37,10 +37,10 @@ def weight_of(use: fx.Node) -> fx.Node:
 
 
 def norm_sources(channels: ChannelGraph, norm: Norm) -> tuple[list[Layer], Tensor]:
-    """Which dense layer wrote each channel of a batch norm: the layers, and their index a channel, -1 for none.
+    """The dense layers that wrote a batch norm's channels, and for each channel its layer's index, or -1.
 
-    After a concat there are several; what went through an addition, a depthwise convolution or another batch
-    norm on the way has none.
+    After a concat there are several layers. Channels that passed an addition, a depthwise convolution or
+    another batch norm have none.
     """
     writer = torch.where(norm.labels > 0, channels.layer_of_label[norm.labels.clamp(min=0)], -1)
     indices, source = torch.unique(writer, return_inverse=True)
@@ -62,7 +62,7 @@ def scaled_norms(channels: ChannelGraph) -> list[Norm]:
 
 
 class InsertBatchNormScalers(GraphPass):
-    """Scales every affine batch norm behind a masked convolution; ``gradient`` says what its weight gets."""
+    """Scales every affine batch norm behind a masked convolution; ``gradient`` sets its weight's gradient."""
 
     def __init__(self, channels: ChannelGraph, gradient: GammaGradient = "chain") -> None:
         self.channels = channels

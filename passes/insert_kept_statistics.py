@@ -5,7 +5,7 @@
              total = mean_kept(x, get_attr[smcp.kept_total]).mean(1)
 
 Norms, statistics and products over channels read the channels themselves, which consumers' masks do not change. If
-all channels are kept, they compute what they did before.
+all channels are kept, they compute the same as before.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def masked_mixes(channels: ChannelGraph) -> list[Mix]:
 
 
 def scored_mixes(channels: ChannelGraph) -> list[Mix]:
-    """Those whose masks take gradients, which tell what channels are worth that no layer reads: queries and keys."""
+    """Masked mixes whose mask gradients measure the worth of channels that no layer reads (queries, keys)."""
     unread = channels.free_units & ~channels.read
     return [
         mix
@@ -49,7 +49,7 @@ class InsertKeptStatistics(GraphPass):
         self.channels = channels
 
     def requires(self, module: fx.GraphModule) -> None:
-        """The module carries a mask buffer for each of them."""
+        """The module carries a mask buffer for each masked operation."""
         for mix in masked_mixes(self.channels):
             require_buffer(module, kept_name(mix), self)
 
@@ -84,7 +84,7 @@ def _is_before(operand: object) -> bool:
 
 
 def _is_overwritten(module: fx.GraphModule, reader: fx.Node, operand: object) -> bool:
-    """Does a later operation write into the operand's memory, which the gradient of a mask needs as it was?"""
+    """Does a later operation overwrite the operand, whose old values the mask's gradient needs?"""
     memory, later = origins(operand, module), False
     for node in module.graph.nodes:
         if later and writes_in_place(node, module) and not memory.isdisjoint(origins(node.args[0], module)):

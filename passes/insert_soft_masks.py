@@ -4,8 +4,8 @@
     after    masked = soft_mask(get_attr[conv1.weight], get_attr[smcp.mask_conv1])
              conv1 = forward_with_weight(get_attr[conv1], masked, x)
 
-Calls that share a weight share its mask, where they read it along the same dimension; a weight that a convolution and
-a transposed one share has two masks, one along each dimension. (SMCP section 3.1: masks live on input channels.)
+Calls that read a weight along the same dimension share its mask. A weight shared by a convolution and a
+transposed one has two masks, one for each dimension. (SMCP section 3.1: masks live on input channels.)
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Run operations on labels or positions instead of a tensor's values, to see what they move where."""
+"""Run operations on labels or positions instead of values, to see where they move each element."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from smcp_fx.channels.labels import compact, line_along, narrow_uniform, varied_
 
 
 class LabelRuns:
-    """Runs a module's nodes. ``old`` and ``new``: every node's labels before slicing, and of the channels kept."""
+    """Runs a module's nodes. ``old``, ``new``: every node's labels, of all channels and of the kept ones."""
 
     def __init__(self, module: fx.GraphModule, old: Mapping[str, Any], new: Mapping[str, Any]) -> None:
         self.module, self.old, self.new = module, old, new
 
     def agrees(self, node: fx.Node, expected: Any) -> bool:
-        """Execute the rewritten node on the kept labels: does it give the labels expected of it?"""
+        """Does the rewritten node give the expected labels, executed on the kept ones?"""
         try:
             result = moved(self.module, node, self.new)
         except (RuntimeError, IndexError, ValueError):
@@ -56,7 +56,7 @@ class LabelRuns:
         return line_along(places, dim)
 
     def keeps_others(self, node: fx.Node, shape: torch.Size, dim: int) -> bool:
-        """Does the operation leave everything where it is along the other dimensions?"""
+        """Does the operation move no element along the other dimensions?"""
         for other in range(len(shape)):
             places = self._moved(node, shape, other, self.old)
             if places is None or places.dim() != len(shape):
@@ -69,7 +69,7 @@ class LabelRuns:
     def _moved(
         self, node: fx.Node, shape: torch.Size, dim: int, environment: Mapping[str, Any]
     ) -> Tensor | None:
-        """What the operation makes of a tensor that holds the positions along one dimension."""
+        """The operation's result for the positions along one dimension; None if it fails."""
         try:
             return compact(moved(self.module, node, environment, positions_along(shape, dim)))
         except (RuntimeError, IndexError, ValueError):
@@ -81,6 +81,6 @@ def _same(labels: Tensor, others: Tensor) -> bool:
 
 
 def repeat(labels: Tensor, dim: int) -> bool:
-    """Do positions along the dimension share a label, which then does not tell them apart (pixel unshuffle)?"""
+    """Do several positions along the dimension share a label (pixel unshuffle)?"""
     line = line_along(labels, dim)
     return bool(torch.unique(line).numel() < line.numel())

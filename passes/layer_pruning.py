@@ -1,8 +1,8 @@
-"""Layer pruning: let groups keep nothing where the network stays in one piece without them.
+"""Layer pruning: let groups keep nothing if the network stays in one piece without them.
 
-Candidates are the groups whose channels are written inside the modules that the user names; by default, all. As many
-of them are allowed as can keep nothing at the same time, with every output still depending on the inputs it depended
-on. If not all can (one branch of a concatenation must stay), narrow groups come first, so that the widest connection
+Candidates are the groups whose channels are written inside the modules that the user names; by default, all.
+As many are allowed as can keep nothing at once while every output still depends on the same inputs. If not
+all can (one branch of a concatenation must stay), narrow groups come first, so that the widest connection
 stays. Groups whose absence would leave a constant that depends on sizes are left out
 (`smcp_fx.passes.remove_branches`).
 """
@@ -20,7 +20,7 @@ from smcp_fx.tracing.tracer import Traced
 
 
 def allow_layer_pruning(traced: Traced, channels: ChannelGraph, within: tuple[str, ...] = ()) -> None:
-    """Give 0 to the permitted counts of the groups that may keep nothing.
+    """Add 0 to the permitted counts of the groups that may keep nothing.
 
     ``within``: paths of modules; `InputError` for one that holds no layer whose channels are free.
     """
@@ -39,7 +39,7 @@ def allow_layer_pruning(traced: Traced, channels: ChannelGraph, within: tuple[st
     flow = Flow(traced.module, channels)
     widths = {i: groups[i].size * max(groups[i].channels.values(), default=1) for i in candidates}
     removable = flow.widest_cut_free(sorted(candidates, key=lambda i: (widths[i], i)))
-    # All at once; then each on its own, with what is of no use without it.
+    # First test all groups at once, then each group with the groups that it implies.
     removable = Removal(traced.module, channels, removable, flow).zero
     while True:
         branches = Branches(flow, removable)
@@ -55,7 +55,7 @@ def allow_layer_pruning(traced: Traced, channels: ChannelGraph, within: tuple[st
 
 
 def _mixed_with_others(channels: ChannelGraph) -> set[int]:
-    """Groups that a norm or a statistic reads beside others: a unit that had to come back would count in it."""
+    """Groups that a norm or statistic reads together with others: a unit put back would count there."""
     group_of = {int(unit): index for index, group in enumerate(channels.groups) for unit in group.units}
     mixed: set[int] = set()
     for mix in channels.trail.mixes:

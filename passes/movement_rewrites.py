@@ -22,7 +22,7 @@ SPLITS = {"split", "splitwithsizes", "chunk", "tensorsplit", "unsafesplit", "uns
 
 
 class Rewriter(Protocol):
-    """What rewrites know: values (labels, numbers) of nodes before and after slicing, by name."""
+    """The input of rewrites: the values (labels, numbers) of nodes before and after slicing, by name."""
 
     sliced: Sliced
     old: dict[str, Any]
@@ -30,7 +30,7 @@ class Rewriter(Protocol):
     originals: OriginalNumbers
 
     def parts_of(self, sizes: fx.Node, before: fx.Node) -> list[Any]:
-        """A size that is one node, as one node a dimension, made before the node that reads them."""
+        """Split a shape held by one node into one new node a dimension, placed before the node ``before``."""
         ...
 
 
@@ -66,10 +66,10 @@ def _sizes(run: Rewriter, node: fx.Node, before: Tensor, outputs: list[Tensor]) 
 
 
 def fitted(run: Rewriter, sizes: Sequence[Any], shape: Sequence[int]) -> list[Any]:
-    """The sizes, each as it is in ``shape`` for the channels kept.
+    """The sizes, changed to those of ``shape``, the shape with the kept channels.
 
-    Sizes that are worked out in the graph stay so (the batch, the resolution), unless the channels that went make
-    them come out wrong: the channels of each of a fixed number of groups, `c // 32`.
+    A size that the graph computes (the batch, the resolution) stays computed. It is scaled if fewer channels
+    make it wrong: `c // 32`, the channels in each of 32 groups.
     """
     fitting = list(sizes)
     for place, size in enumerate(sizes):
@@ -82,7 +82,7 @@ def fitted(run: Rewriter, sizes: Sequence[Any], shape: Sequence[int]) -> list[An
 
 
 def _repeats(run: Rewriter, node: fx.Node, before: Tensor, outputs: list[Tensor]) -> bool:
-    """What repeats one value for every channel does so as often as there are channels."""
+    """Repeat a value that is copied for every channel once for each kept channel."""
     cut = run.sliced.axis(outputs[0])
     as_tuple = len(node.args) == 2 and isinstance(node.args[1], (tuple, list))
     times: list[Any] = list(node.args[1]) if as_tuple else list(node.args[1:])  # type: ignore[arg-type]
@@ -109,7 +109,7 @@ def _splits(run: Rewriter, node: fx.Node, before: Tensor, outputs: list[Tensor])
     if int(along) % before.dim() != dim:
         return False
     sizes = [run.sliced.slice(out).shape[dim] for out in outputs]
-    if 0 in sizes:  # nothing reads that piece any more (`RemoveBranches`)
+    if 0 in sizes:  # `RemoveBranches` removed the readers of that piece
         pieces = list(node.users)
         if any(user.target is not operator.getitem or not isinstance(user.args[1], int) for user in pieces):
             raise PassError(f"{node.name!r}: a piece of the split would keep no channel")
@@ -143,8 +143,8 @@ def _index(run: Rewriter, node: fx.Node, before: Tensor, outputs: list[Tensor]) 
             continue
         if isinstance(part, slice) and part.step in (None, 1):
             start, stop, _ = slice(*numbers(run, (part.start, part.stop, None))).indices(before.shape[dim])
-            # What is open stays so, and a computed length that reaches the end becomes so: the dimension may hold the
-            # batch, too. A written number is the same for every input.
+            # An open end stays open; a computed stop at the end becomes open, as the dimension may also hold
+            # the batch. A literal is the same for every input.
             first = None if part.start is None else int((kept < start).sum())
             is_open = part.stop is None or (isinstance(part.stop, fx.Node) and stop == before.shape[dim])
             parts[place] = slice(first, None if is_open else int((kept < stop).sum()))
@@ -183,7 +183,7 @@ def _select(run: Rewriter, node: fx.Node, before: Tensor, outputs: list[Tensor])
 
 
 def _squeeze(run: Rewriter, node: fx.Node, before: Tensor, outputs: list[Tensor]) -> bool:
-    """`squeeze()` must not take the channels' dimension when one of them is left."""
+    """Keep `squeeze()` from dropping the channels' dimension if one channel is left."""
     cut = run.sliced.axis(before)
     if cut is None or cut[1].numel() > 1 or len(node.args) > 1 or node.kwargs:
         return False

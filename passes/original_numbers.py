@@ -1,7 +1,7 @@
 """Numbers that were computed from a channel count keep the value that they had with all channels.
 
     before   y / (c * h * w)      c = y.shape[1], of 64 channels
-    after    y / (64 * h * w)     whatever number of them is kept
+    after    y / (64 * h * w)     however many are kept
 
 The batch size and the resolution still follow the input.
 """
@@ -21,15 +21,15 @@ from smcp_fx.errors import PassError
 from smcp_fx.tracing.operations import readable_name, result_of
 from smcp_fx.tracing.values import plain_lists
 
-#: Queries that labels cannot answer, as they share one place in memory.
+#: Queries that labels cannot answer: uniform labels share one place in memory.
 _OF_MEMORY = {"stride", "storage_offset", "is_contiguous"}
 
 
 def recomputed(node: fx.Node, recorded: Any, new: dict[str, Any]) -> Any:
     """Compute a size or another number from the sliced shapes that ``new`` holds.
 
-    The recorded value stays if the tensor has no reader any more, or if it is not a number (a type, a device) and
-    cannot be computed from labels. A number that cannot be computed would count channels that are gone: `PassError`.
+    The recorded value stays if an operand is gone, or if it is not a number (a type, a device) and labels do
+    not give it. `PassError` for a number that cannot be computed: it would count removed channels.
     """
     if str(getattr(node.target, "__name__", node.target)) in _OF_MEMORY:
         return recorded
@@ -57,7 +57,7 @@ class OriginalNumbers:
         self._known: dict[fx.Node, Any] = {}
 
     def put_into(self, node: fx.Node) -> list[str]:
-        """Let the node read its numbers as they were; returns what was changed."""
+        """Let the node read its original numbers; return a line for each change."""
         report = []
         for source in node.all_input_nodes:
             if not self._changed(source):
@@ -70,7 +70,7 @@ class OriginalNumbers:
         return report
 
     def in_proportion(self, number: fx.Node, current: int, wanted: int) -> fx.Node:
-        """``wanted`` for a number that is ``current`` here, and in proportion where it is another (batch * heads)."""
+        """Scale a number from ``current`` to ``wanted``, in proportion for other inputs (batch * heads)."""
         common = math.gcd(wanted, current)
         times, parts = wanted // common, current // common
         scaled = self._made(number, operator.mul, (number, times), current * times)
@@ -86,7 +86,7 @@ class OriginalNumbers:
         return self._known[number]
 
     def _restored(self, number: fx.Node) -> Any:
-        """A node, a literal, or a tuple of both for a shape; the recorded value for what is asked in other ways."""
+        """The original number: a node, a literal, or for a shape a tuple of both; else the recorded value."""
         old, new = self.old[number.name], self.new[number.name]
         source = number.args[0] if number.args else None
         if isinstance(source, fx.Node) and isinstance(self.old[source.name], Tensor):
@@ -125,6 +125,6 @@ def _exchanged(values: dict[fx.Node, Any], node: fx.Node) -> Any:
 
 
 def _is_number(value: Any) -> bool:
-    """A number, or a shape."""
+    """Is it a number, or a shape?"""
     parts = value if isinstance(value, tuple) else (value,)
     return all(isinstance(part, (int, float)) for part in parts)

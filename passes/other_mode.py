@@ -1,9 +1,9 @@
-"""Weights that one mode computes of what layers read in the other: kernels that are fused in eval mode.
+"""Weights that one mode computes from weights of the other mode's layers: kernels fused in eval mode.
 
     before   if self.training: y = self.a(x) + self.b(x)        else: y = conv2d(x, a.weight + b.weight)
     after    masks of a's and b's weights are in the sum, too
 
-The two modes are two ways to compute one network: what one does without, the other does without.
+The two modes are two ways to compute one network, so both must leave out the same channels.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from smcp_fx.tracing.values import canonical_names
 
 
 class OtherMode:
-    """The reads of parameters in a graph of two modes, before a pass multiplies these."""
+    """The reads of parameters in a graph of two modes, recorded before a pass masks or scales them."""
 
     def __init__(self, module: fx.GraphModule) -> None:
         self._module = module
         nodes = list(module.graph.nodes)
         self._when: dict[fx.Node, Condition] = {}
         self._reads: dict[str, list[fx.Node]] = {}
-        self._last: dict[fx.Node, fx.Node] = {}  # what each read has been multiplied to
+        self._last: dict[fx.Node, fx.Node] = {}  # for each read, its latest product
         if any(map(is_by_mode, nodes)):
             self._when = conditions(nodes)
             names = canonical_names(module)
@@ -34,7 +34,7 @@ class OtherMode:
                     self._reads.setdefault(names[str(node.target)], []).append(node)
 
     def show(self, uses: list[fx.Node], weight: str, factor: str, function: Callable[..., Tensor]) -> None:
-        """Let what never runs together with ``uses`` read function(weight, buffer ``factor`` of the state)."""
+        """Let nodes that never run together with ``uses`` read function(weight, state buffer ``factor``)."""
         graph = self._module.graph
         for read in self._reads.get(weight, ()):
             last = self._last.get(read, read)
@@ -59,7 +59,7 @@ class OtherMode:
 
 
 def fuses_in_one_mode(graph: fx.Graph) -> bool:
-    """Has anything of a prepared graph been shown a product in the other mode?"""
+    """Does a node of a prepared graph read a product that `OtherMode.show` gave it?"""
     functions = (*EVERY_MASK, *SCALES.values())
     products = [node for node in graph.nodes if node.target in functions]
     return any(

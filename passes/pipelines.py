@@ -30,7 +30,7 @@ def prepare_pipeline(channels: ChannelGraph, config: PruningConfig) -> list[Grap
     ]
     if config.batch_norm_scaling or config.layer_pruning:
         # Scale batch norms behind masked convolutions by the share of channels kept. Behind an empty branch, an
-        # unscaled one would divide by the root of its epsilon, and blow up gradients.
+        # unscaled norm would divide by the root of its epsilon and blow up gradients.
         passes.append(InsertBatchNormScalers(channels, config.gamma_gradient))
     return passes
 
@@ -45,9 +45,9 @@ def convert_pipeline(channels: ChannelGraph, keep: Tensor) -> list[GraphPass]:
         FoldMasks(),
         FoldKeptStatistics(),
         FoldBatchNormScalers(),
-        # Remove layers without channels; what they leave becomes a constant.
+        # Remove layers without channels; a constant replaces their result.
         RemoveBranches(channels, keep),
-        # Remove what nothing reads any more.
+        # Slice away the channels that are not kept.
         SliceChannels(channels, keep),
         # Call recurrent layers as modules again.
         RestoreRecurrentLayers(),
@@ -60,5 +60,5 @@ def convert_pipeline(channels: ChannelGraph, keep: Tensor) -> list[GraphPass]:
 
 def fold_pipeline() -> list[GraphPass]:
     """Return the passes from a masked model to one of plain layers that computes the same with every channel."""
-    # What mixes channels goes on seeing the kept ones only.
+    # Operations that mix channels still read only the kept ones.
     return [FoldComputedWeights(cosines=True), FoldMasks(), FoldBatchNormScalers(), RestoreRecurrentLayers()]

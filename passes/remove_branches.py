@@ -1,10 +1,10 @@
-"""Remove what is left without channels: branches whose inner layers keep nothing, and layers that only these need.
+"""Remove branches whose inner layers keep no channel, and the layers that only these branches need.
 
     before   add = bn2(conv2(relu(bn1(conv1(x))))) + x     (all inputs of conv2 masked)
     after    add = constant_bn2 + x                        (a parameter, [1, C, 1, 1])
 
-What a branch leaves is a constant: a bias that went through the layers behind it. The graph still has its full
-widths; `SliceChannels` slices it, the constants too.
+A branch leaves a constant: a bias that went through the layers behind it. The graph keeps its full widths;
+`SliceChannels` slices it, including the constants.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ from smcp_fx.tracing.traits import Trait, has
 
 
 class RemoveBranches(GraphPass):
-    """Removes what is left without channels or without use by the groups that keep nothing.
+    """Removes the nodes that have no channels or no use once some groups keep nothing.
 
-    ``keep``: a bool a unit. Where the constant that is left would depend on the shapes that the network will meet,
-    groups at fault get a unit back *in* ``keep``; their consumers' weights are zero there, so nothing else changes.
+    ``keep``: a bool for every unit. If a branch's constant would depend on the shapes of later inputs, its
+    groups get a unit back *in* ``keep``; their consumers' weights are zero there, so nothing else changes.
     """
 
     def __init__(self, channels: ChannelGraph, keep: Tensor) -> None:
@@ -61,7 +61,7 @@ class RemoveBranches(GraphPass):
 
 
 def empty_groups(channels: ChannelGraph, keep: Tensor) -> int:
-    """The groups (bits) of which no unit is kept."""
+    """The groups (bits) that keep no unit."""
     empty = 0
     for index, group in enumerate(channels.groups):
         free = bool(channels.free_units[group.units].all())
@@ -70,7 +70,7 @@ def empty_groups(channels: ChannelGraph, keep: Tensor) -> int:
 
 
 class Removal:
-    """What goes from a graph when the groups ``zero`` (bits) keep nothing; those that must keep a unit taken out."""
+    """Removes what the empty groups ``zero`` (bits) leave unused; groups that need a unit leave `zero`."""
 
     def __init__(
         self, module: fx.GraphModule, channels: ChannelGraph, zero: int, flow: Flow | None = None
@@ -99,7 +99,7 @@ class Removal:
     # ---- what can go --------------------------------------------------------------------------------------
 
     def _unremovable(self) -> int:
-        """Groups (bits) that something that stays cannot do without."""
+        """The groups (bits) that a remaining node needs."""
         if not self.flow.connected(self.zero):
             return self.zero
         stuck = 0
@@ -117,7 +117,7 @@ class Removal:
         return stuck
 
     def _lost_pieces(self, node: fx.Node) -> int:
-        """Groups (bits) that fill a whole piece of this node, unless it is a split that can drop the piece."""
+        """The groups (bits) that fill an emptied piece of this node; none for a split that can drop it."""
         pieces = self.flow.steps[self.flow.place[node.name]].pieces
         lost = [piece.groups for piece in pieces if piece.empty(self.zero)]
         read_apart = all(u.target is operator.getitem and isinstance(u.args[1], int) for u in node.users)
@@ -126,12 +126,12 @@ class Removal:
         return functools.reduce(operator.or_, lost)
 
     def _can_lose(self, node: fx.Node, source: fx.Node) -> bool:
-        """Can the node, which stays, do without this operand, or with its value?"""
+        """Can the node, which stays, lose this operand, or read a constant instead?"""
         parts = joined_tensors(node)
         if self._state(source) == EMPTY:
             return source in parts
         if self._state(source) != CONSTANT:
-            return False  # the size of something that goes
+            return False  # a size of a removed tensor
         try:
             value = self.constants.value(source)
         except NoValueError:
@@ -142,7 +142,7 @@ class Removal:
             return source in parts and self._sibling(parts) is not None
         if writes_in_place(node, self.module) and node.args[0] is source and _plain(node) is None:
             return False
-        # By broadcasting: something else must have the result's shape.
+        # The constant is broadcast, so another operand must have the result's shape.
         return _is_elementwise(node) and any(
             self._state(other) == LIVE and self._shape(other) == self._shape(node)
             for other in node.all_input_nodes
@@ -159,7 +159,7 @@ class Removal:
     # ---- letting it go ------------------------------------------------------------------------------------
 
     def apply(self) -> list[str]:
-        """Change the graph; returns what was done."""
+        """Change the graph; return a line for each change."""
         if not self.zero:
             return []
         report = []
@@ -189,7 +189,7 @@ class Removal:
         return report + _drop_uncalled(self.module, gone)
 
     def _asks_what_goes(self, node: fx.Node) -> bool:
-        """Does a number that nothing reads (an assertion) only ask for the sizes of something that is not needed?"""
+        """Does a number without readers (an assertion) only ask for sizes of tensors that are not needed?"""
         seen, stack = {node}, [node]
         while stack:
             asked = stack.pop()
@@ -202,7 +202,7 @@ class Removal:
         return False
 
     def _is_made_of_what_goes(self, node: fx.Node) -> bool:
-        """Is this a result that nobody reads (attention weights for their own sake) of something that goes?"""
+        """Does a result without readers (unused attention weights) come from a node that goes?"""
         if (
             node.op not in ("call_function", "call_method")
             or node.is_impure()
@@ -212,13 +212,13 @@ class Removal:
         return any(self._state(source) in (CONSTANT, EMPTY) for source in ancestors(node))
 
     def _replace(self, node: fx.Node, source: fx.Node) -> str:
-        """Let the node read a constant in the place of a node that has become one."""
+        """Let the node read a parameter instead of ``source``, which has become constant."""
         value = self.constants.value(source)
         assert isinstance(value, Tensor)
         layer = self._origin(source)
         path = layer.path.rpartition(".")[0]
         owner = self.module.get_submodule(path)
-        # Under the module's name: another call of it that leaves the same numbers reads the same ones.
+        # Named after the module, so that another call that leaves the same numbers shares the parameter.
         name = (
             f"constant_{str(source.target).replace('.', '_') if source.op == 'call_module' else source.name}"
         )
@@ -243,7 +243,7 @@ class Removal:
     def _spread(
         self, read: fx.Node, value: Tensor, source: fx.Node, node: fx.Node, like: fx.Node | None, meta: Any
     ) -> fx.Node:
-        """The constant in its full size, taken from another part of the concat that reads it."""
+        """The constant, expanded to full size: a live part of the concat that reads it gives the sizes."""
         graph, full = self.module.graph, self._shape(source)
         assert full is not None and like is not None
         axis = int(node.args[1] if len(node.args) > 1 else node.kwargs.get("dim", 0)) % len(full)  # type: ignore[arg-type]
@@ -260,7 +260,7 @@ class Removal:
         return spread
 
     def _origin(self, node: fx.Node) -> Any:
-        """The layer whose bias a constant comes from, or one of them."""
+        """The layer whose bias gives the constant; one of several, if it comes from several."""
         place = self.flow.place[node.name]
         while not self.flow.steps[place].inputs.empty(self.zero):
             place = next(s for s in self.flow.steps[place].reads if self.walk.states[s] == CONSTANT)
@@ -269,7 +269,7 @@ class Removal:
 
 
 def joined_tensors(node: fx.Node) -> list[fx.Node]:
-    """The tensors that a concat joins; none for another node."""
+    """The tensors that a concat joins; none if the node is no concat."""
     if operation_name(node, None) != "cat" or not node.args or not isinstance(node.args[0], (list, tuple)):
         return []
     return [part for part in node.args[0] if isinstance(part, fx.Node)]
@@ -281,7 +281,7 @@ def _is_elementwise(node: fx.Node) -> bool:
 
 
 def _plain(node: fx.Node) -> Any:
-    """What does the same out of place; None when that is not known."""
+    """The out-of-place form of an in-place operation; None if unknown."""
     if node.op == "call_method":
         return str(node.target).rstrip("_")
     return PLAIN.get(node.target)

@@ -9,7 +9,7 @@ from smcp_fx.tracing.recurrent import recurrent
 
 
 class RestoreRecurrentLayers(GraphPass):
-    """Calls the modules again, which hold their weights and sizes."""
+    """Calls the modules again; they hold the weights and sizes."""
 
     def apply(self, module: fx.GraphModule) -> PassResult:
         report = []
@@ -28,6 +28,6 @@ class RestoreRecurrentLayers(GraphPass):
                 module.graph.erase_node(owner)
             layer = module.get_submodule(str(node.target))
             if isinstance(layer, nn.RNNBase):
-                layer.flatten_parameters()  # on a GPU they lie in one piece
+                layer.flatten_parameters()  # on a GPU, this puts the weights into one piece of memory
             report.append(f"{node.target}: called as a module")
         return PassResult(module, bool(report), tuple(report))

@@ -29,12 +29,12 @@ from smcp_fx.tracing.modes import is_by_mode
 from smcp_fx.tracing.operations import operation_name, writes_in_place
 from smcp_fx.tracing.traits import Trait, has
 
-#: Movements of a weight that say its sizes, or depend on which of them are 1.
+#: Movements of a weight that take its sizes as arguments, or depend on which sizes are 1.
 _SHAPES = {"view", "reshape", "flatten", "unflatten", "squeeze"}
 
 
 def rewrite_graph(module: fx.GraphModule, sliced: Sliced) -> list[str]:
-    """Rewrite every constant that the kept channels change; returns what was rewritten."""
+    """Rewrite every constant that the kept channels change; return a line for each rewrite."""
     rewriter = _Rewriter(module, sliced)
     for node in list(module.graph.nodes):
         rewriter.visit(node)
@@ -81,7 +81,7 @@ class _Rewriter:
             self._weight_view(node, old)
             return
         if name in self.trail.virtual and self._is_thinned(node):
-            self.new[name] = None  # unseen by anyone once its chain is replaced
+            self.new[name] = None  # no node reads it once its chain is replaced
             self.dead.append(node)
             return
         if node.target is torch._assert:
@@ -90,17 +90,17 @@ class _Rewriter:
             self.new[name] = None
             return
         if is_by_mode(node) and not node.users and any(n in self.dead for n in node.all_input_nodes):
-            self.dead.append(node)  # it says when what is gone was run
+            self.dead.append(node)  # it only says in which mode the dead operand runs
             return
         if not any(isinstance(v, Tensor) for v in pytree.tree_leaves(old)):
-            written = writes_in_place(node, self.module)  # which would write into the labels
+            written = writes_in_place(node, self.module)  # running it would overwrite the labels
             self.new[name] = old if written else recomputed(node, old, self.new)
             return
         self.new[name] = pytree.tree_map(lambda v: self.sliced.slice(v) if isinstance(v, Tensor) else v, old)
         self._rewrite(node, old)
 
     def _rewrite(self, node: fx.Node, old: Any) -> None:
-        """Rewrite what the node's operation says of channels."""
+        """Rewrite the channel counts, sizes and positions that the node's arguments hold."""
         name = node.name
         target = self.module.get_submodule(str(node.target)) if node.op == "call_module" else None
         operation = operation_name(node, target)
@@ -134,7 +134,7 @@ class _Rewriter:
     # ---- weights ----------------------------------------------------------------------------------------
 
     def _of_size(self, weight: ParameterRef) -> ParameterRef:
-        """The parameter that a layer reads, or a view of one, in the shape that its kept channels leave it."""
+        """The same parameter, or view of one, in the shape of its kept channels."""
         slots = self.trail.slots.get(weight.name, {})
         left: dict[int | None, int] = {
             d: self.sliced.positions(labels).numel() for d, labels in slots.items()
@@ -143,7 +143,7 @@ class _Rewriter:
         return replace(weight, shape=tuple(left.get(weight.place(dim), size) for dim, size in places))
 
     def _weight_view(self, node: fx.Node, old: ParameterView) -> None:
-        """Sizes written into the view of a weight become those it has now."""
+        """Replace a movement that depends on a weight's old sizes by a reshape to its new ones."""
         new = self.new[node.name] = self._of_size(old)
         if new.shape != old.shape and operation_name(node, None) in _SHAPES:
             node.op, node.target, node.args, node.kwargs = (
@@ -155,10 +155,10 @@ class _Rewriter:
             self.report.append(f"{node.name}: now of shape {new.shape}")
 
     def _mixed_weight(self, node: fx.Node) -> None:
-        """Sizes written into what computes a weight from the input become those it has now."""
+        """Update the sizes in the arguments of a node that computes a weight from the input."""
         parts = self.trail.mixed[node.name]
         shape = [self.sliced.of_parts(dim).numel() for dim in parts]
-        nothing = torch.zeros((), dtype=torch.int64)  # what has the shapes, and no labels
+        nothing = torch.zeros((), dtype=torch.int64)  # carries shapes only, no labels
         self.old[node.name] = nothing.expand([prod(map(size_of, dim)) for dim in parts])
         self.new[node.name] = nothing.expand(shape)
         start = 1 + (operation_name(node, None) == "unflatten")
@@ -179,7 +179,7 @@ class _Rewriter:
     # ---- numbers ----------------------------------------------------------------------------------------
 
     def _holds(self, node: fx.Node) -> bool:
-        """Does what tracing assumed still hold? Fewer channels may break it, but not that an input is None."""
+        """Does the assertion still hold? Fewer channels may break it, unless it tests an input for None."""
         if not isinstance(condition := node.args[0], fx.Node) or condition.target is operator.is_:
             return True
         return bool(self.new.get(condition.name, True))
@@ -189,7 +189,7 @@ class _Rewriter:
         self.report += self.originals.put_into(node)
 
     def _resize_norm(self, node: fx.Node, module: Any) -> None:
-        """A norm over the last dimensions says their sizes."""
+        """Update the sizes of the last dimensions that a norm is given."""
         source = self.new[node.args[0].name] if isinstance(node.args[0], fx.Node) else None
         if not isinstance(source, Tensor):
             return
@@ -205,7 +205,7 @@ class _Rewriter:
             set_argument(node, 1, "normalized_shape", tuple(s if n == w else w for s, n, w in pairs))
 
     def _regroup(self, node: fx.Node, module: Any) -> None:
-        """A group norm says how many groups there are: fewer where whole groups go."""
+        """Update the number of groups of a group norm, which falls if whole groups go."""
         source = node.args[0]
         if not isinstance(source, fx.Node) or not isinstance(self.new[source.name], Tensor):
             return
@@ -226,7 +226,7 @@ class _Rewriter:
             set_argument(node, 1, "num_groups", wanted)
 
     def _count_kernels(self, node: fx.Node) -> None:
-        """A depthwise convolution has as many groups as channels; what the graph works out is right already."""
+        """Set a depthwise convolution's groups to its channels; keep a computed number that is right."""
         groups: Any = node.args[6] if len(node.args) > 6 else node.kwargs["groups"]
         current = self.new[groups.name] if isinstance(groups, fx.Node) else groups
         wanted = self.new[node.name].shape[self.trail.kernels[node.name]]
@@ -242,7 +242,7 @@ class _Rewriter:
     # ---- movements --------------------------------------------------------------------------------------
 
     def _is_thinned(self, node: fx.Node) -> bool:
-        """Does anything go in the chain of movements that this node belongs to?"""
+        """Does the chain of movements that this node belongs to lose channels?"""
         for end, shuffle in self.trail.shuffles.items():
             if node.name == end or node.name in shuffle.through:
                 return self.sliced.axis(self.old[shuffle.root]) is not None
@@ -267,9 +267,9 @@ class _Rewriter:
         self.report.append(f"{node.name}: now an index_select of {wanted.numel()} channels")
 
     def _select_made(self, node: fx.Node, labels: Any, among: set[str]) -> None:
-        """Select the kept channels of a tensor computed at full width; its users ``among`` these read it whole.
+        """Select the kept channels of a tensor computed at full width; its users in ``among`` read it whole.
 
-        Several tensors (a mesh grid) are whole: what is made of them is selected.
+        A tuple of tensors (a mesh grid) stays whole; the tensors made from it are selected.
         """
         self._freeze_numbers(node)
         if not isinstance(labels, Tensor) or (kept := self.sliced.axis(labels)) is None:
@@ -304,8 +304,8 @@ class _Rewriter:
         if rewrite is not None and rewrite(self, node, before, outputs):
             self.report.append(f"{node.name}: {operation} rewritten")
         if operation in SPREADS and kept_in is None and self.runs.fits(node, self.sliced.slice(outputs[0])):
-            return  # one value for all channels, which the labels alone tell apart
-        # The channels of a diagonal are told apart by where they are in other dimensions.
+            return  # one value for all channels: only the labels differ
+        # A diagonal also depends on positions in another dimension, so equal labels do not prove it right.
         coupled = operation == "diagonal"
         if (
             not coupled
@@ -325,7 +325,7 @@ class _Rewriter:
             )
         node.op, node.target, node.args, node.kwargs = written
         if order is not None and self.runs.keeps_others(node, before.shape, kept_in[0]):
-            wanted = order if kept_out is None else order[kept_out[1]]  # None: all that is selected stays
+            wanted = order if kept_out is None else order[kept_out[1]]  # None: all outputs stay
             self._select(node, source, kept_in[0], kept_in[1], wanted)
         else:
             self._on_all(node, source, kept_in, kept_out)
@@ -333,9 +333,9 @@ class _Rewriter:
     def _on_all(
         self, node: fx.Node, source: fx.Node, kept_in: tuple[int, Tensor], kept_out: tuple[int, Tensor] | None
     ) -> None:
-        """Have the operation move as many channels as ever, and select what is kept of what it gives.
+        """Let the operation move the original number of channels, then select the kept ones from its result.
 
-        Nothing reads what stands in for those that are gone.
+        The first kept channel fills the places of removed ones; nothing reads it there.
         """
         self._freeze_numbers(node)
         graph, dim = self.module.graph, kept_in[0]
@@ -357,7 +357,7 @@ class _Rewriter:
         self.report.append(f"{node.name}: moves all channels, of which those kept are selected")
 
     def _at_full_width(self, node: fx.Node) -> None:
-        """Have the operation read zeros in the place of the channels that are gone, and select what is kept."""
+        """Run the operation on all channels, zeros for removed ones, then select the kept ones."""
         self._freeze_numbers(node)
         source, dim, graph = node.args[0], self.trail.full[node.name], self.module.graph
         assert isinstance(source, fx.Node)
@@ -380,14 +380,14 @@ class _Rewriter:
         )
 
     def _held(self, node: fx.Node, index: Tensor) -> fx.Node:
-        """The index as a buffer that the node reads."""
+        """Store the index in a buffer; return a new node, before this one, that reads it."""
         name = f"{node.name}_index"
         self.module.register_buffer(name, index)
         with self.module.graph.inserting_before(node):
             return self.module.graph.create_node("get_attr", name)
 
     def parts_of(self, sizes: fx.Node, before: fx.Node) -> list[Any]:
-        """A size that is one node, as one node a dimension, made before the node that reads them."""
+        """Split a shape held by one node into one new node a dimension, placed before the node ``before``."""
         parts = []
         for index, old in enumerate(self.old[sizes.name]):
             with self.module.graph.inserting_before(before):

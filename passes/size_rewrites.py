@@ -1,4 +1,4 @@
-"""Sizes that operations hold or work out for themselves: of padding, of tensors of one value, attention's scale."""
+"""Rewrite sizes that operations hold or compute themselves: padding, constant tensors, attention's scale."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from smcp_fx.passes.movement_rewrites import Rewriter, numbers
 
 
 def pad(run: Rewriter, node: fx.Node) -> list[str]:
-    """Padding adds as many channels as are kept of those added; by negative amounts it crops."""
+    """Count only the kept channels among those that padding adds, or crops by a negative amount."""
     amounts = node.args[1] if len(node.args) > 1 else node.kwargs.get("pad")
     source = node.args[0]
     if not isinstance(source, fx.Node) or not isinstance(amounts, (tuple, list)):
@@ -39,7 +39,7 @@ def pad(run: Rewriter, node: fx.Node) -> list[str]:
 
 
 def keep_scale(run: Rewriter, node: fx.Node) -> list[str]:
-    """Attention goes on being scaled by the width that its queries had."""
+    """Keep attention's scale at that of its original query width."""
     query: Any = node.args[0] if node.args else node.kwargs["query"]
     before, after = (labels[query.name].shape[-1] for labels in (run.old, run.new))
     if before == after or node.kwargs.get("scale") is not None:
@@ -49,7 +49,7 @@ def keep_scale(run: Rewriter, node: fx.Node) -> list[str]:
 
 
 def fill(run: Rewriter, node: fx.Node, labels: Tensor) -> str:
-    """A tensor of one value has as many channels as are kept."""
+    """Give a tensor of one value as many channels as are kept."""
     start = int(node.op == "call_method")
     listed: Any = node.args[start] if len(node.args) > start else node.kwargs["size"]
     first = run.old.get(listed.name) if isinstance(listed, fx.Node) else listed
@@ -74,7 +74,7 @@ def fill(run: Rewriter, node: fx.Node, labels: Tensor) -> str:
 
 
 def set_argument(node: fx.Node, position: int, name: str, value: Any) -> None:
-    """Give the call another argument, where it has been given one."""
+    """Replace an argument of the call, by position if it was given so, else by name."""
     if len(node.args) > position:
         node.args = (*node.args[:position], value, *node.args[position + 1 :])
     else:

@@ -3,8 +3,8 @@
     before   conv1.weight [64, 3, 7, 7]   split(x, [32, 32], 1)   view(b, 64, -1)
     after    conv1.weight [40, 3, 7, 7]   split(x, [16, 24], 1)   view(b, 40, -1)
 
-Every movement of data is then executed again, on the labels of the channels that were kept, and must give
-what it gave before, less the removed channels.
+Every movement of data is then executed again on the labels of the kept channels, and must give its earlier
+result without the removed channels.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from smcp_fx.tracing.values import canonical_names, held
 
 
 class SliceChannels(GraphPass):
-    """Keeps the units where ``keep`` is true: a bool a unit, the pinned ones' ignored."""
+    """Keeps the pinned units, and the others where ``keep``, a bool for every unit, is true."""
 
     def __init__(self, channels: ChannelGraph, keep: Tensor) -> None:
         self.channels = channels
         self._keep = keep
-        #: What was cut: for parameters, the kept positions along each dimension that lost some.
+        #: For each parameter that was cut, the kept positions along each dimension that lost some.
         self.cut: dict[str, dict[int, Tensor]] = {}
 
     @property
@@ -77,7 +77,7 @@ class SliceChannels(GraphPass):
         return PassResult(module, bool(report), tuple(report))
 
     def ensures(self, module: fx.GraphModule) -> None:
-        """Raise `PassError` where a module's fields contradict the shapes of its weights."""
+        """Raise `PassError` if a module's fields contradict the shapes of its weights."""
         check_shapes(module)
 
     def _indices(self, sliced: Sliced) -> dict[str, dict[int, Tensor]]:
@@ -89,7 +89,7 @@ class SliceChannels(GraphPass):
         }
 
     def _constants(self, module: fx.GraphModule, sliced: Sliced) -> dict[str, dict[int, Tensor]]:
-        """The same for what removed branches left: constants that hold a node's channels, or one number for all."""
+        """The same for constants that removed branches left, and for masks kept beside computed weights."""
         cuts: dict[str, dict[int, Tensor]] = {}
         for node in module.graph.nodes:
             mark = node.meta.get(META)
@@ -112,7 +112,7 @@ class SliceChannels(GraphPass):
     def _resize_modules(self, module: fx.GraphModule, sliced: Sliced) -> list[str]:
         report = []
         whole = {layer.path for layer in self.channels.layers if layer.kind == "depthwise"}
-        # Modules that are not called, too: the graph may read their weights alone, as of a convolution's subclass.
+        # Include modules that are not called: the graph may read their weight only (subclassed convolutions).
         for path, target in module.named_modules():
             before = _sizes(target)
             resize_fields(target, path in whole)
@@ -120,7 +120,7 @@ class SliceChannels(GraphPass):
                 report.append(f"{path}: {before} -> {_sizes(target)}")
         nodes = {node.name: node for node in module.graph.nodes}
         for name, (_, labels) in self.channels.trail.grouped.items():
-            if name in nodes and nodes[name].op == "call_module":  # not removed with its branch
+            if name in nodes and nodes[name].op == "call_module":  # still there, not removed with its branch
                 norm, left = module.get_submodule(str(nodes[name].target)), sliced.positions(labels).numel()
                 if isinstance(norm, nn.modules.batchnorm._NormBase) and norm.num_features != left:
                     norm.num_features = left
@@ -136,7 +136,7 @@ class SliceChannels(GraphPass):
 
 
 def _drop_products_with_ones(module: fx.GraphModule) -> None:
-    """Drop masks of weights that are computed from the input, once all that they leave is kept."""
+    """Drop masks of weights computed from the input that are all ones after slicing."""
     for node in list(module.graph.nodes):
         if isinstance(node.meta.get(META), Masked):
             weight, kept = node.all_input_nodes[0], kept_factor(node)
@@ -177,7 +177,7 @@ def _slice_parameters(
 
 
 def _owners(module: nn.Module) -> dict[str, list[tuple[nn.Module, str]]]:
-    """Every place a tensor is held, under its first name (shared tensors have several places)."""
+    """All owners of each tensor, by its first name; a shared tensor has several."""
     owners: dict[str, list[tuple[nn.Module, str]]] = {}
     for name, canonical in canonical_names(module).items():
         path, _, attribute = name.rpartition(".")
@@ -191,7 +191,7 @@ def _sizes(module: nn.Module) -> dict[str, int]:
 
 
 def resize_fields(module: nn.Module, whole: bool = False) -> None:
-    """Make a module's fields say what its tensors' shapes say; ``whole``: a convolution has lost whole groups."""
+    """Set a module's size fields from its tensors' shapes; ``whole``: a convolution loses whole groups."""
     weight = getattr(module, "weight", None)
     if isinstance(module, nn.modules.conv._ConvNd) and isinstance(weight, Tensor):
         first, second = weight.shape[:2]
@@ -224,10 +224,10 @@ def resize_fields(module: nn.Module, whole: bool = False) -> None:
 
 
 def check_shapes(module: fx.GraphModule) -> None:
-    """Raise `PassError` where the fields of a module that the graph calls and its weight's shape disagree."""
+    """Raise `PassError` if a called module's fields disagree with its weight's shape."""
     called = {str(node.target) for node in module.graph.nodes if node.op == "call_module"}
     for path, part in module.named_modules():
-        if path not in called:  # its weights are read as tensors; its fields say nothing to the graph
+        if path not in called:  # the graph may read its weights, but not its fields
             continue
         weight = getattr(part, "weight", None)
         expected: tuple[int, ...] | None = None

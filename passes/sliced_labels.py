@@ -1,4 +1,4 @@
-"""Label tensors without the channels that go."""
+"""Label tensors without the removed channels."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from smcp_fx.errors import PassError
 
 
 class Sliced:
-    """Label tensors less the channels that go."""
+    """Slices label tensors to the units where ``keep`` is true."""
 
     def __init__(self, channels: ChannelGraph, keep: Tensor) -> None:
         self.channels = channels
         self.keep = keep
-        # By the ids of labels, which are kept beside.
+        # By the id of the labels; the entry holds the labels, so that no other tensor gets that id.
         self._cuts: dict[int, tuple[Tensor, tuple[int, Tensor] | None]] = {}
 
     def kept(self, labels: Tensor) -> Tensor:
@@ -27,11 +27,11 @@ class Sliced:
         return ((units < 0) | self.keep[units.clamp(min=0)]).expand(labels.shape)
 
     def positions(self, labels: Tensor) -> Tensor:
-        """Positions of the kept ones among 1-D labels."""
+        """Positions of the kept elements in 1-D labels."""
         return self.kept(labels).nonzero().flatten()
 
     def of_parts(self, parts: Sequence[Tensor | int]) -> Tensor:
-        """Positions kept along a dimension that is made of several, in the order of memory."""
+        """Kept positions along a dimension with these factors, which are in memory order."""
         kept = torch.ones(1, dtype=torch.bool)
         for part in parts:
             own = self.kept(part) if isinstance(part, Tensor) else torch.ones(part, dtype=torch.bool)
@@ -39,7 +39,7 @@ class Sliced:
         return kept.nonzero().flatten()
 
     def axis(self, labels: Tensor) -> tuple[int, Tensor] | None:
-        """The dimension along which something goes, and the kept positions there; None when all stays."""
+        """The dimension that loses channels, and the kept positions there; None if all stay."""
         if id(labels) not in self._cuts:
             self._cuts[id(labels)] = labels, self._cut(labels)
         return self._cuts[id(labels)][1]
@@ -60,5 +60,5 @@ class Sliced:
 
 
 def size_of(part: Tensor | int) -> int:
-    """The size of what a dimension is made of."""
+    """The size of a factor: labels of channels, or a number."""
     return part.numel() if isinstance(part, Tensor) else part

@@ -1,10 +1,10 @@
-"""What masks and scales have in common: in the graph, both multiply a weight before a layer uses it.
+"""Products for masks and scales: in the graph, both multiply a weight before a layer uses it.
 
     before   conv1 = call_module[conv1](x)
     after    product = function(get_attr[conv1.weight], get_attr[smcp.mask_conv1])
              conv1 = forward_with_weight(get_attr[conv1], product, x)
 
-Folding goes back, with the product in the weight's place.
+Folding restores the call, with the product stored as the weight.
 """
 
 from __future__ import annotations
@@ -40,22 +40,22 @@ def insert_product(
     kind: Literal["mask", "scale"],
     computed: Mapping[fx.Node, fx.Node] | None = None,
 ) -> bool:
-    """Let ``uses``, in order, take function(weight, buffer ``factor`` of the state); False if they do already.
+    """Let ``uses``, in order, read function(weight, state buffer ``factor``); False if they already do.
 
-    ``computed``: the weights of those whose weight is computed from the input.
+    ``computed``: the nodes of weights that are computed from the input, by the use that reads them.
     """
     own = computed or {}
-    # Calls that read one view of the weight read it together.
+    # Calls that read the same view of the weight share one reader.
     reads = dict((use, own[use]) if use in own else _read(use, weight) for use in uses)
     readers = list(reads)
-    if len(readers) > 1:  # the order of all nodes takes long to ask for
+    if len(readers) > 1:  # walking all nodes takes long
         readers = [node for node in graph.nodes if node in reads]
     if mark_of(readers[0]) is not None:
         return False
     products: dict[fx.Node | None, fx.Node] = {}
     for reader in readers:
         original = reads[reader]
-        # What computes a weight runs at each call; what holds one is read once.
+        # Each node that computes a weight gets its own product; reads of a stored weight share one.
         by = original if original is not None and original.op != "get_attr" else None
         if by not in products:
             with graph.inserting_before(reader):
@@ -67,9 +67,9 @@ def insert_product(
 
 
 def _read(use: fx.Node, name: str) -> tuple[fx.Node, fx.Node | None]:
-    """Which node reads the weight ``name``, the use or the first movement of its weight, and the node of the weight.
+    """The node that reads the weight ``name`` (the use or the weight's first movement), and the weight.
 
-    No node of the weight where a module's call reads it.
+    The weight is None if a module's call reads it.
     """
     if use.op == "call_module":
         return use, None
@@ -105,7 +105,7 @@ def _redirect(
 
 
 class FoldProducts(GraphPass):
-    """Multiplies each product of ``functions`` into its weight, and gives the layers their calls back."""
+    """Stores each product made by ``functions`` as the weight, and restores the layers' calls."""
 
     functions: ClassVar[tuple[Callable[..., Any], ...]]
     what: ClassVar[str]
@@ -141,7 +141,7 @@ class FoldProducts(GraphPass):
 
 
 def _keep_product(module: fx.GraphModule, node: fx.Node) -> None:
-    """Leave a plain product with a constant: there is no parameter to fold it into."""
+    """Turn the node into a plain product with a constant: there is no parameter to fold it into."""
     weight, factor = node.args
     assert isinstance(factor, fx.Node)
     uses = list(node.users)
@@ -149,7 +149,7 @@ def _keep_product(module: fx.GraphModule, node: fx.Node) -> None:
     module.register_buffer(name, held_tensor(module, factor).detach().clone())
     with module.graph.inserting_before(node):
         kept = module.graph.create_node("get_attr", name)
-        # Its rows are the inputs of all images.
+        # A transposed weight has the inputs of all images as rows: repeat the constant for each image.
         if "transpose" in str(getattr(uses[0].target, "__name__", "")):
             sizes = [module.graph.call_method("size", (one, 0)) for one in (weight, kept)]
             images = module.graph.call_function(operator.floordiv, tuple(sizes))
@@ -163,7 +163,7 @@ def _keep_product(module: fx.GraphModule, node: fx.Node) -> None:
 
 
 def kept_factor(product: fx.Node) -> fx.Node:
-    """The node that reads the constant of such a product."""
+    """The node that reads the constant of a kept product (`_keep_product`)."""
     factor = product.args[1]
     assert isinstance(factor, fx.Node)
     while factor.op != "get_attr":

@@ -4,7 +4,7 @@
     ...                       # train as usual, with prepared.pruner.step() before each optimizer.step()
     smaller = smcp_fx.convert(prepared)
 
-The names below are the public interface. Those that need a runtime's package load it when they are called.
+The names below are the public interface. A function that needs a runtime's package loads it when called.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ __all__ = [
     "save_checkpoint",
 ]
 
-#: Where names are that this module had: until version 0.2 they still work here, with a warning.
+#: The new homes of names that this module had; until version 0.2 they work here, with a warning.
 _MOVED = {
     "Allocation": "smcp_fx.allocation",
     "ChannelGraph": "smcp_fx.channels",
@@ -96,7 +96,7 @@ def __dir__() -> list[str]:
 
 
 def __getattr__(name: str) -> Any:
-    """What is loaded when it is asked for: the installed version, callbacks for training frameworks, moved names."""
+    """Load on request: the installed version, callbacks for training frameworks, moved names."""
     if name == "__version__":
         return importlib.metadata.version("smcp_fx")
     if name == "integrations":
@@ -122,7 +122,7 @@ def export_onnx(
 ) -> Path:
     """Write a model in eval mode as an ONNX file and return its path.
 
-    Of a model that was traced in regions each region is exported by itself (``converted.backbone``); it takes and
+    If a model was traced in regions, export each region by itself (``converted.backbone``): it takes and
     returns the tensors of its arguments and results one by one.
 
     The first axis of every input stays open, as "batch", and so do the sides of images that outputs have, too
@@ -158,11 +158,11 @@ def from_onnx(
 
     Modules have the names that the file's weights and nodes have; batch norms, layer norms, recurrent layers and
     activations come back as such where exporters took them apart. Half precision is computed in float32. Axes that
-    are open in the file stay open; a batch of one sample is opened where the network computes each sample alone.
+    are open in the file stay open; a batch of one sample is opened if the network computes each sample alone.
 
     Before it is returned, its outputs are compared with those of ONNX Runtime on random inputs, at two sizes where
-    axes are open. ``example_inputs`` (a tensor, several in the file's order, or a dict by name) give the first size,
-    where none that is tried fits. The module's ``example_input_array`` holds what it was compared on.
+    axes are open. ``example_inputs`` (a tensor, several in the file's order, or a dict by name) give the
+    first size, if no size that is tried fits. The module's ``example_input_array`` holds the compared inputs.
 
     Raises `InputError` for a file that is damaged, reads outside its folder, is quantised, or holds an operator that
     cannot be imported, naming the node; `BackendError` where outputs differ by more than rounding, naming the first

@@ -1,4 +1,4 @@
-"""``python -m smcp_fx compile ...``: the command lines, where their scripts are not on the path."""
+"""``python -m smcp_fx compile ...``: the command lines, if their scripts are not on the path."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _COMMANDS = {
 
 
 def main() -> int:
-    """Run the command that is named first, or say which there are."""
+    """Run the command that the first argument names, or list the commands."""
     name = sys.argv[1] if len(sys.argv) > 1 else ""
     if name not in _COMMANDS:
         from importlib.metadata import version

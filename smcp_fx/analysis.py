@@ -20,7 +20,7 @@ from smcp_fx.tracing.tracer import Traced, trace
 
 @dataclass(frozen=True)
 class Analysis:
-    """A model's graph and its channels; ``joined``: its parts, where it could not be traced as a whole."""
+    """A model's graph and its channels; ``joined``: its parts, if it could not be traced as a whole."""
 
     traced: Traced
     channels: ChannelGraph
@@ -35,8 +35,8 @@ def analyse(
 ) -> Analysis:
     """Trace a model and derive its channel graph. The graph shares the model's parameters.
 
-    Calls that leave out optional arguments of the example are traced, too, unless they keep more channels. Raises as
-    `prepare` does.
+    Calls that leave out optional arguments of the example are traced, too, unless fewer channels could go
+    then. Raises as `prepare` does.
     """
     config = config or PruningConfig()
 

@@ -1,4 +1,4 @@
-"""An optimiser that goes along when a model becomes smaller: its options, and its state of the kept channels."""
+"""Carries an optimiser over to a smaller model: its options, and its state for the kept channels."""
 
 from __future__ import annotations
 
@@ -21,20 +21,20 @@ AnyOptimizer = TypeVar("AnyOptimizer", bound=Optimizer)
 
 
 def carry_optimizer(optimizer: AnyOptimizer, model: nn.Module, smaller: nn.Module) -> AnyOptimizer:
-    """Return an optimiser over the smaller model's parameters that goes on where this one is.
+    """Return an optimiser over the smaller model's parameters that continues where this one is.
 
     Its class, groups and options are the same; momentum, moments and other tensors of a parameter's shape are cut as
     the parameter was, and numbers (``step``) are copied. Nothing is shared with ``optimizer``, which stays as it was.
 
     Args:
         optimizer: over the parameters of ``model``, all or some; others (of a loss, say) stay in their groups.
-        model: what it trained: the prepared model, or the original.
-        smaller: what `convert`, with or without ``into``, `compress` or `resize` made of it.
+        model: the model that it trained: the prepared one, or the original.
+        smaller: the result of `convert` (with or without ``into``), `compress` or `resize`.
 
-    A weight that was computed from parameters (weight norm) is a parameter now: it joins their group, without state.
-    Of a scaled batch norm, the state is that of the unscaled weight. Make learning-rate schedulers anew. Where the
-    optimiser keeps another kind of state at a parameter's new shape (Adafactor's rows and columns below some size),
-    that parameter begins without, and a `TrainingWarning` names it.
+    A weight that was computed from parameters (weight norm) is a parameter now: it joins their group, without
+    state. A scaled batch norm keeps the state of the unscaled weight. Make learning-rate schedulers anew. If
+    the optimiser keeps another kind of state at a parameter's new shape (Adafactor's rows and columns below
+    some size), the parameter starts without state, and a `TrainingWarning` names it.
 
     Raises `InputError` for optimisers of other models, for models that were loaded from a file, and for state that is
     of no parameter's shape.
@@ -109,7 +109,7 @@ def _shape(old: Tensor, dims: Mapping[int, Tensor]) -> tuple[int, ...]:
 
 
 def _carried(value: Any, old: Tensor, new: Tensor, dims: Mapping[int, Tensor], name: str) -> Any:
-    """A part of a parameter's state, for the parameter as it is now."""
+    """One entry of a parameter's state, cut to the parameter's new shape."""
     if not isinstance(value, Tensor):
         if any(isinstance(part, Tensor) and part.dim() for part in torch.utils._pytree.tree_leaves(value)):
             raise InputError(f"the optimiser's {name} holds tensors of other shapes: start a new one")
@@ -136,7 +136,7 @@ def _together(one: str, other: str) -> int:
 
 
 def _begun(made: Optimizer) -> dict[Tensor, dict[str, Any]]:
-    """The state after a first step of no gradient, by parameter; {} where a step needs more than gradients."""
+    """The state after a first step with zero gradients, by parameter; {} if the step needs more."""
     try:
         trial = copy.deepcopy(made)
         places = [
@@ -148,13 +148,13 @@ def _begun(made: Optimizer) -> dict[Tensor, dict[str, Any]]:
             tried.grad = torch.zeros_like(tried)
         with torch.random.fork_rng(devices=[]):
             trial.step()
-    except Exception:  # of a closure, or of gradients that are not sparse
+    except Exception:  # the step may need a closure, or sparse gradients
         return {}
     return {own: trial.state[tried] for own, tried in places}
 
 
 def _fits(found: Mapping[str, Any], begun: Mapping[str, Any]) -> bool:
-    """Has a parameter's state all that the optimiser begins with, in these shapes?"""
+    """Does a parameter's state hold every entry that the optimiser begins with, in its shape?"""
     return all(
         key in found
         and (

@@ -36,7 +36,7 @@ from smcp_fx.storage.versions import library_versions, saved_with
 
 FORMAT = "smcp_fx.checkpoint"
 FORMAT_VERSION = 3
-#: The checksum as a header has it, JSON within JSON; the file's own is of it with zeros in this place.
+#: The checksum in a header, JSON within JSON. It is computed over the file with zeros in its place.
 _SUM = re.compile(rb'\\"sha256\\": \\"([0-9a-f]{64})\\"')
 _NO_SUM = "0" * 64
 _NO_SUM_PLACE = rb"\"sha256\": \"" + _NO_SUM.encode() + rb"\""
@@ -45,7 +45,7 @@ _CHUNK = 1 << 20
 
 
 class Stateful(Protocol):
-    """An optimiser, a learning-rate scheduler, a `GradScaler`, an averaged model: what has a state dict."""
+    """Anything with a state dict: an optimiser, a learning-rate scheduler, a scaler, an averaged model."""
 
     def state_dict(self) -> Any:
         """Return the state, of tensors and plain values."""
@@ -96,11 +96,11 @@ def load_checkpoint(
     """Bring a run back to where `save_checkpoint` left it, and return the ``extras``.
 
     ``model`` must be prepared in the same way, and ``stateful`` be of the same kinds in the same order. On
-    several ranks all call it, as many as there were or not; a rank that was not there before keeps its random
-    generators as they are. ``generators_too=False`` leaves them all alone.
+    several ranks all must call it. Their number may differ from before: a new rank keeps its random
+    generators as they are. ``generators_too=False`` leaves all generators alone.
 
-    Raises `CheckpointError` for files that are missing, damaged or of another run; the model may be loaded in
-    part then.
+    Raises `CheckpointError` for files that are missing, damaged or of another run; the model may then be
+    loaded in part.
     """
     path = Path(path)
     tensors, manifest = _read(path)
@@ -154,7 +154,7 @@ def _listed(kinds: Any) -> str:
 
 
 class _Encoder:
-    """Turns values into JSON and their tensors into a file's, named after the value they are part of."""
+    """Turns values into JSON, and adds their tensors to a file, named after the value they are part of."""
 
     def __init__(self) -> None:
         self.writer = TensorWriter()
@@ -175,7 +175,7 @@ class _Encoder:
             return {"array": self.writer.add(self._name, torch.from_numpy(value.copy()), where)}
         if isinstance(value, np.generic):
             return value.item()
-        if isinstance(value, Counter):  # what MultiStepLR keeps its milestones in
+        if isinstance(value, Counter):  # the milestones of MultiStepLR
             return {"counter": [[key, count] for key, count in value.items()]}
         return None
 

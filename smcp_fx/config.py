@@ -56,7 +56,7 @@ class WidthLimit:
 
     @classmethod
     def of(cls, text: str) -> WidthLimit:
-        """Return the limit that a text says; `InputError` for other texts."""
+        """Parse a limit; raises `InputError` for other texts."""
         match = _LIMIT.fullmatch(text)
         number = float(match[3]) if match else 0.0
         if match is None or number <= 0 or (number > 100 if match[4] else not number.is_integer()):
@@ -68,7 +68,7 @@ class WidthLimit:
 
 
 class Method:
-    """The method's constants: the defaults are what to use, and `MethodConfig` changes them, for comparison."""
+    """The method's constants. Use these defaults; `MethodConfig` changes them for comparison."""
 
     mask: MaskMode = "soft"
     importance: ImportanceRule = "abs_of_sum"
@@ -84,7 +84,7 @@ class Method:
 
 @dataclass(frozen=True)
 class PruningConfig(Method):
-    """What may be pruned, and in what steps."""
+    """Which channels may be pruned, and in which steps."""
 
     multiple: int = option(8, "keep multiples of this many channels in every layer")
     exclude: tuple[str, ...] = option((), "modules whose output channels stay, by name or pattern (layer4.*)")
@@ -100,7 +100,7 @@ class PruningConfig(Method):
     )
 
     def __new__(cls, *_: Any, **options: Any) -> PruningConfig:
-        """Make a `MethodConfig` where an option of that is given: until version 0.2, with a warning."""
+        """Make a `MethodConfig`, with a warning, if one of its options is given (until version 0.2)."""
         moved = sorted(options.keys() & Method.__annotations__)
         if cls is PruningConfig and moved:
             instead = f"PruningConfig({moved[0]}=...) is now smcp_fx.config.MethodConfig({moved[0]}=...)"

@@ -68,11 +68,11 @@ class CostSource(Protocol):
 
     @property
     def as_of(self) -> float:
-        """When the last of what it rests on was found out (seconds)."""
+        """The time of the last result that the cost rests on (seconds)."""
         ...
 
     def price_as_of(self, as_of: float) -> bool:
-        """Take what was found out up to then, and nothing else; return whether that was possible."""
+        """Use only the results found up to then; return whether that was possible."""
         ...
 
 

@@ -59,7 +59,7 @@ class TrainingError(SmcpError):
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether memory, of a processor or a GPU, was too little."""
+    """Is the cause too little memory, of a processor or a GPU?"""
     words = ("not enough memory", "can't allocate memory", "out of memory")
     return isinstance(error, MemoryError) or any(word in str(error) for word in words)
 

@@ -15,20 +15,20 @@ from smcp_fx.passes.sliced_labels import Sliced
 #: Module path: positions of the input and of the output channels that are kept, among the original's.
 Kept = dict[str, tuple[list[int], list[int]]]
 
-#: Where a model holds what was cut of its parameters: a graph in its ``meta``, which its copies have, too.
+#: The key of a model's `Cut`: in the ``meta`` of a graph, which its copies have too, else in its ``vars``.
 _CUT = "_smcp_cut"
 #: Parameter: the kept positions along each dimension that lost some.
 Cut = dict[str, dict[int, Tensor]]
 #: Module path: the input channels before and now, and the output channels, in the order in which layers run.
 Widths = dict[str, tuple[tuple[int, int], tuple[int, int]]]
-#: Attributes that tell of the widths of features.
+#: Attributes that hold the widths of features.
 WIDTHS = ("num_features", "head_hidden_size", "in_features", "hidden_size", "embed_dim", "feature_info")
-#: Attributes that tell of classes and images, whatever numbers they hold.
+#: Attributes about classes and images, which stay whatever numbers they hold.
 _OF_THE_TASK = {"num_classes", "pretrained_cfg", "default_cfg", "answers"}
 
 
 def kept_channels(channels: ChannelGraph, keep: Tensor) -> Kept:
-    """Return what is kept of each convolution, linear and batch norm; ``keep``: a bool for every unit."""
+    """Return the kept channels of each convolution, linear and batch norm; ``keep``: a bool per unit."""
     sliced = Sliced(channels, keep.cpu() | ~channels.free_units)
     kept: Kept = {}
     for layer in channels.layers:
@@ -36,7 +36,7 @@ def kept_channels(channels: ChannelGraph, keep: Tensor) -> Kept:
             sliced.positions(side).tolist() for side in (layer.input_channels, layer.output_channels)
         )
         units = _units(layer)
-        # Of a recurrent layer's weights the first says what it reads.
+        # The first of a recurrent layer's weights gives its input channels.
         if units < layer.output_channels.numel():
             kept.setdefault(_module_of(layer), (ins, [row for row in outs if row < units]))
         else:
@@ -48,24 +48,24 @@ def kept_channels(channels: ChannelGraph, keep: Tensor) -> Kept:
 
 
 def note_cut(module: nn.Module, cut: Cut | None) -> None:
-    """Let a smaller model, and its copies, know what was cut of each parameter."""
+    """Record in a smaller model, and so in its copies, what was cut from each parameter."""
     if cut is not None:
         (module.meta if isinstance(module, fx.GraphModule) else vars(module))[_CUT] = cut
 
 
 def cut_of(module: nn.Module) -> Cut | None:
-    """What `note_cut` has noted; None for a model that knows nothing of it."""
+    """The cut that `note_cut` recorded; None without one."""
     cut: Cut | None = (module.meta if isinstance(module, fx.GraphModule) else vars(module)).get(_CUT)
     return cut
 
 
 def still_true(attributes: Mapping[str, Any], channels: ChannelGraph, kept: Kept) -> dict[str, Any]:
-    """The attributes, with new widths where they tell of widths; others that hold a changed number are left out."""
+    """The attributes with new `WIDTHS`; others that hold a changed number are dropped, but `_OF_THE_TASK`."""
     widths: Widths = {}
     for layer in channels.layers:
         path, (ins, outs) = _module_of(layer), kept[_module_of(layer)]
         sides = (layer.input_channels.numel(), len(ins)), (_units(layer), len(outs))
-        widths.setdefault(path, sides)  # of a recurrent layer's weights the first says what it reads
+        widths.setdefault(path, sides)  # the first of a recurrent layer's weights gives its inputs
     changed = {old for sides in widths.values() for old, new in sides if old != new}
     values = {name: renumbered(name, value, widths) for name, value in attributes.items()}
     return {
@@ -76,10 +76,10 @@ def still_true(attributes: Mapping[str, Any], channels: ChannelGraph, kept: Kept
 
 
 def renumbered(name: str, value: Any, widths: Widths, path: str = "") -> Any:
-    """What an attribute of the module at ``path`` holds now, if it is one of those that tell of widths.
+    """The new value of an attribute of the module at ``path``: a width that `WIDTHS` names, or the old value.
 
-    A width of features is that of the last layer that reads as many; timm's ``feature_info`` tells, by module, how
-    many channels it gives. What no layer has stays.
+    A width becomes that of the last layer inside that read as many channels, else of one that gave as many.
+    In timm's ``feature_info``, each module's output channels are updated. A width that no layer had stays.
     """
     if name == "feature_info" and isinstance(value, list) and all(isinstance(one, dict) for one in value):
         return [
@@ -102,12 +102,12 @@ def _now(old: int, widths: Widths, path: str, sides: tuple[int, ...]) -> int:
 
 
 def _module_of(layer: Layer) -> str:
-    """The module that holds a layer's weight; the weight's own name where that is the model."""
+    """The module that holds a layer's weight; the weight's own name if the model itself holds it."""
     return layer.path if layer.path != layer.weight else layer.weight.rpartition(".")[0] or layer.weight
 
 
 def _units(layer: Layer) -> int:
-    """Its output channels, of a recurrent layer its hidden units, each of which is a row of every gate."""
+    """The number of output channels; in a recurrent layer, of hidden units, each a row of every gate."""
     return int(torch.unique(layer.output_channels).numel())
 
 

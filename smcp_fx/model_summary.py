@@ -1,4 +1,4 @@
-"""What a prepared model says of itself: its layers and groups, and what they cost."""
+"""The summary of a prepared model: its layers and groups, and their costs."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from smcp_fx.texts import amount, short, table
 
 
 def share_of(cost: NetworkCost, counts: Mapping[str, int]) -> str:
-    """Return e.g. "1.82 G of 4.09 G multiply-adds (44.5%)": what the counts cost, of what the whole network does."""
+    """Return e.g. "1.82 G of 4.09 G multiply-adds (44.5%)": the cost at these counts, of the full cost."""
     full, now = cost.cost(cost.full_counts), cost.cost(counts)
     number = amount(now, cost.unit).split(" ")
     return f"{' '.join(number[:-1])} of {amount(full, cost.unit)} ({now / full if full else 1.0:.1%})"
 
 
 def kept_widths(channels: ChannelGraph, keep: Tensor) -> Iterator[tuple[Layer, int, int]]:
-    """Each layer in the order they run, with the input and the output channels that are kept of it."""
+    """Each layer in the order they run, with its numbers of kept input and output channels."""
 
     def kept(labels: Tensor) -> int:
         units = channels.units.of(labels)
@@ -37,7 +37,7 @@ def model_summary(
     parameters: NetworkCost,
     counts: Mapping[str, int],
 ) -> str:
-    """Return the layers and the groups with what is kept of them, their parameters and multiply-adds now."""
+    """Return tables of the layers and the groups: their kept channels, parameters and multiply-adds."""
     adds, weights = flops.by_name(counts), _by_module(parameters.by_name(counts))
     rows: list[tuple[str, ...]] = []
     for layer, inputs, outputs in {widths[0].path: widths for widths in kept_widths(channels, keep)}.values():

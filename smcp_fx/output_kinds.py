@@ -1,9 +1,8 @@
-"""What the tensors of a model's output are: scores of classes, yes or no, or values.
+"""Decides what the tensors of a model's output are: scores of classes, yes or no, or values.
 
-The shape does not tell: [32, 10] may be ten classes or ten coordinates. What tells, in this order: the user
-(``outputs=``), labels, and what can be measured (probabilities sum to one). What the model says of itself
-(``num_classes``, a field called ``logits``) is evidence, and without any an output counts as values. A reading that
-nobody gave is told to the user.
+A shape is not enough: [32, 10] may be ten classes or ten coordinates. The first of these decides: the user
+(``outputs=``), labels, measurement (probabilities sum to one), hints of the model (``num_classes``, a field
+called ``logits``). Without any, an output counts as values. The user is told of an inferred reading.
 """
 
 from __future__ import annotations
@@ -22,23 +21,23 @@ Kind = Literal["classes", "binary", "values"]
 #: One kind for the whole output, or by the name of each tensor that counts.
 Kinds = str | Mapping[str, str]
 
-#: Fields of outputs that are no answers, where there are others.
+#: Fields of outputs that are no answers, if there are other fields.
 _BESIDE = re.compile(r"loss|hidden|attention|past|cache|aux")
 _SCORES = re.compile(r"logits|cls|class")
-#: How far probabilities may be from a sum of one: by type; of other types, and of labels.
+#: How far a sum of probabilities may be from one: by type; for other types, and for labels.
 _SUM = {torch.float64: 1e-3, torch.float32: 1e-3}
 HALF_SUM = 3e-2
 _LEAST_PROBABILITY = 1e-8
-#: So many names are told.
+#: Messages list at most this many names.
 _SHOWN = 8
 
 
 @dataclasses.dataclass(frozen=True)
 class Reading:
-    """What one tensor is taken for: class scores along ``dim``, the logits of yes or no, or values.
+    """How one tensor is read: as class scores along ``dim``, as the logits of yes or no, or as values.
 
-    ``probabilities``: it holds these instead of scores. ``why``: what tells so; "" where nothing does. ``given``: the
-    user or labels tell. ``shape``: of the tensor that was read.
+    ``probabilities``: it holds these instead of scores. ``why``: the evidence; "" without any. ``given``: the
+    user or labels decided. ``shape``: that of the tensor.
     """
 
     kind: Kind
@@ -74,9 +73,9 @@ class Reading:
 
 
 def named_tensors(outputs: Any) -> dict[str, Tensor]:
-    """The tensors of real and complex numbers, one or more dimensions, in nested tuples, lists, dicts and objects.
+    """The real or complex tensors, neither empty nor scalar, in nested tuples, lists, dicts and objects.
 
-    By the path to them; "" is the output itself.
+    Each is keyed by the path to it; "" is the output itself.
     """
     return {
         name: tensor
@@ -111,7 +110,7 @@ def read_outputs(
         outputs: what the model returned.
         named: the kind of the output, or of each tensor that counts by name; "classes:2" names the dimension.
         labels: those of the batch, or None.
-        model: is asked for ``num_classes``, ``num_labels`` and transformers' ``config``.
+        model: its ``num_classes``, ``num_labels`` and (from transformers) ``config`` are hints.
 
     Raises `InputError` for outputs without such tensors, for names and kinds that do not fit, and for labels that fit
     no output.
@@ -136,7 +135,7 @@ def read_outputs(
 
 
 def labels_of(names: Collection[str], labels: Any) -> dict[str, Tensor]:
-    """The label of each output; raises `InputError` where they are not arranged like the outputs."""
+    """The label of each output; raises `InputError` if labels are not arranged like the outputs."""
     tensors = dict(tensors_in(labels))
     if len(names) == len(tensors) == 1:
         return dict(zip(names, tensors.values(), strict=True))
@@ -150,16 +149,16 @@ def labels_of(names: Collection[str], labels: Any) -> dict[str, Tensor]:
 
 
 def told(readings: Mapping[str, Reading], outputs: Any) -> str:
-    """What is taken for what, and what is left out, in words."""
+    """A sentence that says how each tensor is read, and which tensors are left out."""
     taken = "; ".join(f"{repr(name) + ' ' if name else ''}{reading}" for name, reading in readings.items())
     rest = named_tensors(outputs).keys() - readings.keys()
     return f"output {taken}" + f"; left out: {_told(rest)}" * bool(rest)
 
 
 def spread(tensor: Tensor) -> Tensor:
-    """The variance of a tensor's elements over its first dimension (images), of a single image over all of them.
+    """The mean variance of a tensor's elements over the first dimension (images); over all, for one image.
 
-    At least 1e-4 of their mean square: images alike, or outputs that hardly change, are no reason for huge weights.
+    At least 1e-4 of their mean square, so that outputs that hardly change do not get huge weights.
     """
     tensor = tensor.detach()
     variance = tensor.var(0, correction=0).mean() if tensor.shape[0] > 1 else tensor.var(correction=0)
@@ -191,12 +190,12 @@ def _named(tensor: Tensor, text: Any) -> Reading:
 
 
 def _class_dim(tensor: Tensor) -> int:
-    """The usual one: [b, c], [b, t, c], [b, c, h, w]."""
+    """The usual dimension of the classes: [b, c], [b, t, c], [b, c, h, w]."""
     return min(1, tensor.dim() - 1) if tensor.dim() != 3 else 2
 
 
 def _measured(tensor: Tensor) -> Reading | None:
-    """Probabilities, or their logarithms, where they sum to one along one dimension."""
+    """Recognise probabilities, or their logarithms, that sum to one along exactly one dimension."""
     if tensor.is_complex() or tensor.dim() < 2:
         return None
     positive, negative = bool((tensor >= 0).all()), bool((tensor <= 0).all())
@@ -212,7 +211,7 @@ def _measured(tensor: Tensor) -> Reading | None:
 
 
 def _said(name: str, tensor: Tensor, model: Any) -> Reading:
-    """What the model says of itself."""
+    """Read an output by the model's hints: its config, its number of classes, the output's name."""
     shape, config = tuple(tensor.shape), getattr(model, "config", None)
     problem = getattr(config, "problem_type", None)
     if problem == "regression":
@@ -232,7 +231,7 @@ def _said(name: str, tensor: Tensor, model: Any) -> Reading:
 
 
 def _by_label(name: str, tensor: Tensor, label: Tensor) -> Reading:
-    """Integers are classes; numbers of the output's own shape are probabilities, yes or no, or values."""
+    """Read by labels: integers are classes; numbers of its shape are probabilities, yes or no, or values."""
     shape, measured = tuple(tensor.shape), _measured(tensor)
     probable = measured is not None and measured.probabilities
     for dim in [d for d in (_class_dim(tensor), *range(1, tensor.dim())) if d and tensor.shape[d] > 1]:
@@ -263,7 +262,7 @@ def answers_fit(label: Tensor, shape: tuple[int, ...]) -> bool:
 
 
 def misfit(name: str, shape: tuple[int, ...], label: Tensor) -> str:
-    """What is wrong with labels that are not those of an output, in words."""
+    """The message for labels that do not fit an output."""
     return (
         f"the labels, {label.dtype} of shape {list(label.shape)}, do not fit the output"
         f"{' ' + repr(name) if name else ''} of shape {list(shape)}: give loss=, a function of (outputs, labels), or "
@@ -272,7 +271,7 @@ def misfit(name: str, shape: tuple[int, ...], label: Tensor) -> str:
 
 
 def _is_share(tensor: Tensor) -> bool:
-    """Is nothing below zero or above one, by more than rounding? (NaN is told elsewhere.)"""
+    """Is every element from zero to one, up to rounding? (NaN is reported elsewhere.)"""
     slack = _SUM[torch.float32]
     return not bool(((tensor < -slack) | (tensor > 1 + slack)).any())
 

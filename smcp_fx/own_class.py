@@ -1,4 +1,4 @@
-"""A smaller network in the class that it came from: widths and weights given to the class's own modules."""
+"""Puts a smaller network into its original class: the class's own modules get its widths and weights."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from smcp_fx.tracing.sentences import is_ours
 Model = TypeVar("Model", bound=nn.Module)
 
 _LAYERS = (nn.modules.conv._ConvNd, nn.Linear, nn.modules.batchnorm._NormBase)
-#: What modules say of their sizes, besides what their weights' shapes say.
+#: Types of the attributes in which modules state their sizes.
 _FIELDS = (int, tuple, torch.Size)
 
 
@@ -44,18 +44,18 @@ def resize(
 ) -> Model:
     """Give a model the widths and weights of a smaller one of its kind, in place, and return it.
 
-    The model keeps its class, methods and other attributes; numbers that these hold of widths stay what they were.
+    The model keeps its class, methods and other attributes; few widths in these (``num_features``) change.
 
     Args:
         model: the original, or a fresh instance of its class.
-        like: what `convert`, `compress` or `load` returned, or the state dict of such a model.
+        like: the smaller model, from `convert`, `compress` or `load`, or its state dict.
         example_inputs: as for `prepare`.
-        check: run the model on them first, with two numbers of images, in eval and train mode, and hold it against
-            ``like``; another dropout or drop path is no difference. A state dict has nothing to be held against: the
-            model is run if ``example_inputs`` are given.
+        check: run the model on the inputs first, in eval and train mode with two batch sizes, and compare it
+            with ``like``; other random draws are no difference. A state dict gives nothing to compare: the
+            model only runs, and only if ``example_inputs`` are given.
 
-    Raises `InputError`, and leaves the model as it was, where the class does not run at these widths or computes
-    something else: where its forward holds numbers of channels, or moves channels by position.
+    Raises `InputError`, and leaves the model as it was, if the class does not run at these widths or computes
+    something else. The usual cause is a forward that holds channel counts or moves channels by position.
     """
     if not isinstance(model, nn.Module) or isinstance(model, PreparedModel):
         raise InputError(f"resize needs a model of your own class, not {type(model).__name__}")
@@ -67,7 +67,7 @@ def resize(
     for given in (model, like):
         if isinstance(given, nn.Module):
             require_whole(given, "resize")
-    trial = _resized(deep_copy(model), like)  # what fails leaves the model as it was
+    trial = _resized(deep_copy(model), like)  # a failure leaves the model as it was
     if check and (example_inputs is not None or isinstance(like, nn.Module)):
         called, inputs = positional(
             trial, default_inputs(model) if example_inputs is None else example_inputs
@@ -80,7 +80,7 @@ def resize(
 
 
 def _resized(model: Model, like: nn.Module | Mapping[str, Tensor]) -> Model:
-    """Set the tensors, then what modules say of their sizes. Nothing is changed where a tensor is missing."""
+    """Set the tensors, then the modules' stated sizes. A tensor that the smaller model lacks stays."""
     twins = dict(like.named_modules(remove_duplicate=False)) if isinstance(like, nn.Module) else {}
     values = dict(_tensors(like)) if isinstance(like, nn.Module) else like
     settle_named(model, values)
@@ -129,7 +129,7 @@ def _resized(model: Model, like: nn.Module | Mapping[str, Tensor]) -> Model:
 
 
 def _widths(module: nn.Module) -> tuple[int, int] | None:
-    """The channels that a layer says it reads and writes; None for another module."""
+    """The input and output channels that a layer states; None for another module."""
     for names in (("in_channels", "out_channels"), ("in_features", "out_features"), ("num_features",) * 2):
         if isinstance(module, _LAYERS) and all(hasattr(module, name) for name in names):
             return getattr(module, names[0]), getattr(module, names[1])
@@ -142,7 +142,7 @@ def _tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def _set_fields(module: nn.Module, twin: nn.Module | None, path: str) -> None:
-    """Make a module say the sizes that it has now; ``twin`` is the smaller model's of the same name."""
+    """Update a module's stated sizes; ``twin`` is the smaller model's module of the same name."""
     if type(twin) is type(module) and twin is not None:
         for name, value in vars(twin).items():
             if type(value) in _FIELDS and name != "training" and name in vars(module):
@@ -163,7 +163,7 @@ def _set_fields(module: nn.Module, twin: nn.Module | None, path: str) -> None:
 
 
 def _is_ambiguous(conv: nn.modules.conv._ConvNd) -> bool:
-    """Has a grouped convolution lost whole groups, or the same outputs of each?"""
+    """May a grouped convolution have lost either whole groups or the same outputs of each?"""
     first, second = conv.weight.shape[:2]
     sides = (
         (conv.in_channels, conv.out_channels) if conv.transposed else (conv.out_channels, conv.in_channels)
@@ -173,9 +173,9 @@ def _is_ambiguous(conv: nn.modules.conv._ConvNd) -> bool:
 
 
 def _check(model: nn.Module, like: nn.Module | Mapping[str, Tensor], inputs: tuple[Any, ...]) -> None:
-    """Raise `InputError` where a model does not run, or does not compute what ``like`` does.
+    """Raise `InputError` if a model does not run, or computes something else than ``like``, in either mode.
 
-    In train mode, too; where the two draw other random numbers there, the modules that draw are in eval mode.
+    If they differ in train mode, compare them again with the modules that draw random numbers in eval mode.
     """
     inputs, compared = fitting(model, inputs), not isinstance(like, nn.Module)
     for training, images in ((False, OTHERS), (True, IMAGES)):
@@ -217,7 +217,7 @@ _ADVICE = (
 
 
 def _reason(model: nn.Module, like: nn.Module, inputs: tuple[Any, ...], where: str | None) -> str:
-    """The cause and the cure: an option of the module at fault, or weights that forward reads itself; or neither."""
+    """The likely cause and its cure: a module's option, weights that forward reads itself, or indexing."""
     ours, theirs = (dict(m.named_modules()) for m in (model, like))
     drawing = set[str]() if where else _drawing(model, inputs) | _drawing(like, inputs)
     for path in [where] if where else [path for path in ours if path in theirs and path not in drawing]:
@@ -254,9 +254,9 @@ class _Draws(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def _drawing(model: nn.Module, inputs: tuple[Any, ...]) -> set[str]:
-    """The modules whose own forwards draw random numbers in train mode; of a graph, whose mode lets it draw."""
+    """The modules whose own forwards draw random numbers in train mode, or whose flags enable a draw."""
     paths, draws = set[str](), _Draws()  # type: ignore[no-untyped-call]
-    calls = [[0, 0]]  # draws before each call that runs; the same, with those of the calls inside
+    calls = [[0, 0]]  # per open call: the draws before it; these plus the draws of calls inside
 
     def left(path: str) -> None:
         before, before_count = calls.pop()
@@ -297,7 +297,7 @@ def _drawing(model: nn.Module, inputs: tuple[Any, ...]) -> set[str]:
 def _run(
     model: nn.Module, like: nn.Module | Mapping[str, Tensor], inputs: tuple[Any, ...], training: bool
 ) -> None:
-    """Raise `InputError`, naming the innermost module and the line, where a model does not run."""
+    """Raise `InputError`, naming the innermost module and the line, if a model does not run."""
     try:
         with torch.no_grad(), in_mode(model, training), unchanged(model):
             model(*inputs)

@@ -69,23 +69,23 @@ def prepare(
     """Return a copy of the model that can be pruned while it trains; ``model`` stays as it was.
 
     Args:
-        model: any model that `torch.fx` can trace, or parts of which it can: the rest stays the Python it is
-            (see `smcp_fx.regions`; ``prepared.regions`` lists the parts, ``prepared.untraced`` what stopped it).
-            Of one in `torch.compile`, `DataParallel` or the like, the model inside.
+        model: any model that `torch.fx` can trace, in whole or in parts; the rest stays Python (see
+            `smcp_fx.regions`; ``prepared.regions`` lists the parts, ``prepared.untraced`` what stopped it).
+            A wrapper such as `torch.compile` or `DataParallel` is removed first.
         example_inputs: a tensor, a tuple of the model's inputs, or a dict of them by the names of its forward's
             arguments; an input may itself be a list, tuple or dict of tensors, as in ``([slow, fast],)``. By default
             the model's own ``example_input_array``, timm's ``pretrained_cfg``, or images of the first convolution's
             channels.
-        target: what to reach: a fraction of the unpruned cost (by default a half), or an absolute cost with its
-            unit. `convert` warns when a target was given and the model is still whole.
+        target: the cost to reach: a fraction of the unpruned cost (by default a half), or an absolute cost
+            with its unit. `convert` warns if a target was given and the model is still whole.
         cost: "flops", "params", or a cost model such as a `LatencyCost`.
         schedule: when to solve for masks; without one they change only by `PreparedModel.set_masks` and
             `Pruner.solve`.
         config: the method's options.
-        leaves: names of modules that stay as they are, called as they were: they are not looked into, and what
-            they read and write is not pruned.
-        check: hold the result against the model on a few images before it is returned: in train and eval mode, with
-            gradients, and with another number of images.
+        leaves: names of modules that stay as they are. They are called without being traced, and the channels
+            that they read and write are not pruned.
+        check: compare the result with the model on a few images before returning it: in train and eval mode,
+            with gradients, and with another batch size.
 
     Raises `TraceError` for models that cannot be traced, not even in parts worth pruning (the message says which
     module stopped it, and at which line), and for those whose graph would compute something else. Raises `InputError`
@@ -206,16 +206,16 @@ def convert(prepared: nn.Module, *, into: nn.Module | None = None, check: bool =
             weights, by `resize`: your class, with its methods and attributes.
         check: compare the two on a few of the example's images.
 
-    Without ``into``, the result is a `GraphModule` (a `ConvertedModule`). It runs, trains, exports and unpickles
-    without this library, unless it asks a module for its mode or a value for more than tensors can. A model that was
-    traced in regions becomes a module of its own class, whose regions run as sliced graphs; to unpickle it needs this
-    library.
+    Without ``into``, the result is a `GraphModule` (a `ConvertedModule`). It runs, trains, exports and
+    unpickles without this library, unless its code branches on a module's mode or on a value. A model traced
+    in regions becomes a module of its own class, whose regions run as sliced graphs; it needs this library to
+    unpickle.
 
-    A graph has ``kept``, which maps module paths to the positions of the input and output channels that were kept
-    (lists of two), and ``widths()``, their numbers. It has the original's plain attributes (``num_classes``,
-    ``pretrained_cfg``), but for numbers of channels that are others now.
+    A graph has ``kept``, which maps module paths to the positions of the kept input and output channels (two
+    lists), and ``widths()``, which gives their numbers. It has the original's plain attributes
+    (``num_classes``, ``pretrained_cfg``), except for channel counts that have changed.
 
-    Raises `PassError` where masked and sliced differ, `TrainingError` under FSDP, and what `resize` raises.
+    Raises `PassError` if masked and sliced differ, `TrainingError` under FSDP, and the errors of `resize`.
     """
     require_whole(prepared)
     prepared = prepared_of("convert", prepared)
@@ -247,26 +247,26 @@ def convert(prepared: nn.Module, *, into: nn.Module | None = None, check: bool =
 
 
 def _example_for(model: nn.Module, prepared: PreparedModel) -> Any:
-    """The example inputs as the original's class takes them: by name what it takes by name only."""
+    """The example inputs as the original's class takes them: by name if it takes them in another order."""
     inputs, signature = prepared.plan.example_inputs, inspect.signature(model.forward)
     names = [str(node.target) for node in prepared.graph.nodes if node.op == "placeholder"]
     try:
         by_place = [*signature.bind(*inputs).arguments]
     except TypeError:
         return dict(zip(names, inputs, strict=True))
-    elsewhere = by_place != names and set(names) <= signature.parameters.keys()  # others come before
+    elsewhere = by_place != names and set(names) <= signature.parameters.keys()  # others precede them
     return dict(zip(names, inputs, strict=True)) if elsewhere else inputs
 
 
 def sliced(prepared: PreparedModel) -> nn.Module:
-    """`convert` at any time: also before the schedule has brought the target, to measure what it would give."""
+    """`convert` at any time, even before the schedule reaches the target, to measure the result."""
     return sliced_graph(prepared)[1]
 
 
 def sliced_graph(prepared: PreparedModel) -> tuple[fx.GraphModule, nn.Module]:
     """The sliced network as one graph, and as the module that `convert` returns; they share their tensors.
 
-    They are the same object but for models that were traced in regions, whose graph is the joined one.
+    They are the same object, except for a model that was traced in regions: its graph is the joined one.
     """
     return _plain_graph(prepared, prepared.smcp.keep, slicing=True)
 
@@ -277,10 +277,10 @@ def converted_full(prepared: PreparedModel) -> nn.Module:
 
 
 def trained_graph(prepared: PreparedModel) -> tuple[fx.GraphModule, nn.Module]:
-    """The network that its weights and statistics belong to, as `sliced_graph` returns one, with every channel.
+    """The network under the masks of the last training step, with all channels, as from `sliced_graph`.
 
-    Those that were masked in the last step of training are there and still masked: the weights that read them, and
-    batch norms behind, never saw them on.
+    The masked channels are present, but masked: the weights that read them, and the batch norms behind, never
+    saw them active.
     """
     return _plain_graph(prepared, prepared.smcp.trained, slicing=False)
 

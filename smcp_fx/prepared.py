@@ -33,7 +33,7 @@ from smcp_fx.tracing.copying import copy_modes, deep_copy
 class Tracing:
     """How a model was traced: what its graph assumes about the inputs, and the parts if it was traced in parts.
 
-    ``forms``: the calls that leave out arguments of the example, and that it was traced for, too.
+    ``forms``: the traced calls that leave out arguments of the example.
     """
 
     assumptions: tuple[str, ...] = ()
@@ -46,7 +46,7 @@ class Tracing:
 class Preparation:
     """What a prepared model was made with; shared by its copies.
 
-    ``target`` as it was given; ``asked``: it was, and is not the default.
+    ``target`` is as given; ``asked``: whether it was given, and is not the default.
     """
 
     channels: ChannelGraph
@@ -127,7 +127,7 @@ class PreparedModel(CalledAsTraced):
         super()._load_from_state_dict(state_dict, prefix, *others)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """As usual; raises `AssumptionError` for an input of another kind than the example."""
+        """Call the model; raises `AssumptionError` for an input of another kind than the example."""
         try:
             return super().__call__(*args, **kwargs)
         except RuntimeError as error:

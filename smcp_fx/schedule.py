@@ -8,7 +8,7 @@ from typing import Any
 from smcp_fx.config import is_number, is_whole
 from smcp_fx.errors import InputError
 
-#: Epochs, and steps an epoch, beyond which products of them are no counts that floats hold.
+#: The most epochs, and steps an epoch: floats may not hold the product of larger ones as a count.
 _LONGEST = 1e15
 
 
@@ -71,7 +71,7 @@ class Schedule:
 
     @property
     def ramp_end(self) -> int:
-        """The step from which on the target is the final one; the last solve's, at the latest."""
+        """The step from which the target is the final one; at the latest, the step of the last solve."""
         return min(self.first_step + round(self.ramp * self.steps_per_epoch), self.last_step)
 
     @property

@@ -1,4 +1,4 @@
-"""How amounts and tables are written: three digits, a letter for thousands, multiply-adds called what they are."""
+"""Writes amounts and tables: three digits, a letter for thousands, "multiply-adds" for FLOPs."""
 
 from __future__ import annotations
 

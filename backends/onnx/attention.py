@@ -20,7 +20,7 @@ from torch.overrides import TorchFunctionMode
 class FourDimensionalAttention(TorchFunctionMode):
     """While entered, attention of three, five or more dimensions runs on four.
 
-    Five and more stay as they are where a mask differs in the leading ones.
+    Five or more stay unchanged if a mask differs in the leading ones.
     """
 
     def __torch_function__(
@@ -43,7 +43,7 @@ class FourDimensionalAttention(TorchFunctionMode):
 
 
 def _can_flatten(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> bool:
-    """Tensors of more than four dimensions, alike in the leading ones; a mask of three at most."""
+    """Have all tensors five or more dimensions with equal leading ones, and has a mask at most three?"""
     if any(tensor.dim() < 5 for tensor in (query, key, value)):
         return False
     alike = all(tensor.shape[:-2] == query.shape[:-2] for tensor in (key, value))

@@ -1,4 +1,4 @@
-"""Which axes of a file's inputs stay open, by name, and other sizes of them at which the file is checked."""
+"""The axes of a file's inputs that stay open, by name, and other sizes at which to check the file."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _FACTORS = ((1, 2, 3, 4), (1, 2, 3, 2), (2, 1, 3, 2), (2, 1, 2, 1))
 
 
 def batch_axes(inputs: Sequence[Tensor]) -> Axes:
-    """The first axis of every input, as "batch"."""
+    """Return the first axis of every input, as "batch"."""
     for place, tensor in enumerate(inputs):
         if tensor.dim() == 0:
             raise InputError(f"input {place} has no batch axis; pass dynamic_batch=False")
@@ -33,7 +33,7 @@ def batch_axes(inputs: Sequence[Tensor]) -> Axes:
 
 
 def image_axes(model: nn.Module, inputs: Sequence[Tensor]) -> Axes | None:
-    """The batch, and the sides of images, or of volumes, if those of an output follow them; None if none does."""
+    """Return the batch and the sides of images or volumes if an output's sizes follow them; else None."""
     sides: dict[str, int] = {}
     opened = batch_axes(inputs)
     for place, tensor in enumerate(inputs):
@@ -51,7 +51,7 @@ def image_axes(model: nn.Module, inputs: Sequence[Tensor]) -> Axes | None:
         shapes = [[out.shape for out in flatten_outputs(model(*_copies(given)))] for given in (inputs, other)]
     batch = inputs[0].shape[:1]
     if any(a[:1] == batch != b[:1] for a, b in zip(*shapes, strict=False)):
-        return None  # reshapes to [-1, ...] took more positions for more samples
+        return None  # a reshape to [-1, ...] took more positions for more samples
     return opened if shapes[0] != shapes[1] else None
 
 
@@ -62,7 +62,7 @@ def given_axes(
     names: Sequence[str] | None,
     outputs: Sequence[str] | None,
 ) -> Axes:
-    """Axes as a user gives them; `InputError` where one is not there. Those of outputs follow from the inputs'."""
+    """Return a user's axes; `InputError` if one does not exist. Axes of outputs follow from the inputs'."""
     ports = [str(name) for name in names or inspect.signature(model.forward).parameters][: len(inputs)]
     opened: Axes = tuple({} for _ in inputs)
     sizes: dict[str, tuple[int, str]] = {}
@@ -109,7 +109,7 @@ def given_axes(
 
 
 def other_sizes(model: nn.Module, inputs: Sequence[Tensor], axes: Axes) -> Iterator[tuple[Tensor, ...]]:
-    """Inputs of other sizes on all open axes, which the model takes; the batch's is 3, or 2."""
+    """Yield inputs that the model takes, with other sizes on all open axes; the batch is 3, or 2."""
     sizes = {
         name: tensor.shape[a] for tensor, own in zip(inputs, axes, strict=True) for a, name in own.items()
     }
@@ -127,16 +127,16 @@ def other_sizes(model: nn.Module, inputs: Sequence[Tensor], axes: Axes) -> Itera
                 changed[name] = max(size * up // down, 1) if size * up // down != size else size + 1
         other = resized(inputs, axes, changed)
         try:
-            # A graph module prints its code where it fails.
+            # A graph module prints its code if it fails.
             with torch.no_grad(), eval_mode(model), contextlib.redirect_stderr(io.StringIO()):
                 model(*_copies(other))
-        except Exception:  # a model raises whatever it does for sizes that it was not made for
+        except Exception:  # a model may raise anything at sizes that it was not made for
             continue
         yield other
 
 
 def resized(inputs: Sequence[Tensor], axes: Axes, sizes: Mapping[str, int]) -> tuple[Tensor, ...]:
-    """The inputs with these sizes on their open axes: cut off, or begun again from the start."""
+    """Return the inputs with these sizes on their open axes: cut off, or repeated from the start."""
     tensors = []
     for tensor, own in zip(inputs, axes, strict=True):
         for axis, name in own.items():
@@ -148,5 +148,5 @@ def resized(inputs: Sequence[Tensor], axes: Axes, sizes: Mapping[str, int]) -> t
 
 
 def _copies(inputs: Sequence[Tensor]) -> Any:
-    """A forward may write into its inputs."""
+    """Return copies, as a forward may write into its inputs."""
     return [tensor.clone() for tensor in inputs]

@@ -1,6 +1,6 @@
 """The shapes of a block's parameters, inputs and outputs at any widths, from a few builds.
 
-A width enters every shape linearly, so after a few builds the others follow. Where they do not (parts of a
+A width enters most shapes linearly, so a few builds determine the others. If it does not (parts of a
 concatenation thinned with rounding; channels fetched by index, or split), each width is built.
 """
 
@@ -27,11 +27,11 @@ _CHECKS = 2
 
 @dataclass(frozen=True)
 class BlockShapes:
-    """What it takes to make an ONNX model of a block.
+    """The shapes that an ONNX model of a block needs.
 
-    ``structure``: what two blocks have in common when one's export serves the other. ``modules``: paths in
-    the order of the graph. ``groups``: of each convolution. ``moves``: which channels are fetched, and into parts of
-    what sizes others are split, in the order of the graph.
+    ``structure``: a key that two blocks share if one's export serves the other. ``modules``: paths, in graph
+    order. ``groups``: of each convolution. ``moves``: in graph order, the channels that are fetched and the
+    sizes of the parts that others are split into.
     """
 
     structure: str
@@ -48,7 +48,7 @@ class BlockShapes:
         return [*self.groups.values(), *(size for shape in shapes for size in shape)]
 
     def layout(self) -> tuple[object, ...]:
-        """Return what must agree for the sizes of two builds to correspond."""
+        """Return the facts that two builds must share for their sizes to correspond."""
         ranks = [len(shape) for shape in (*self.parameters.values(), *self.inputs, *self.outputs)]
         return (self.structure, self.modules, tuple(self.parameters), tuple(self.groups), tuple(ranks))
 
@@ -80,7 +80,7 @@ class ShapeFinder:
 
 
 def _derive(seen: dict[Shape, BlockShapes], widths: Shape) -> BlockShapes | None:
-    """Return the shapes by linear functions through ``seen``; None where these are too few, or not on a line."""
+    """Return the shapes by linear functions through ``seen``; None if these are too few or not linear."""
     if not seen:
         return None
     first = next(iter(seen.values()))
@@ -106,7 +106,7 @@ def _built(block: Block, widths: Shape) -> BlockShapes:
 
 
 def built_shapes(module: nn.Module, inputs: tuple[Tensor, ...], signature: str) -> BlockShapes:
-    """Return the shapes of a module as it is. It is run without its weights, which may be lost."""
+    """Return a module's shapes. This runs it without its weights, which may be lost."""
     structure, moves = structure_key(module, inputs, signature), moves_of(module)
     named = (*module.named_parameters(), *module.named_buffers())
     return BlockShapes(
@@ -121,7 +121,7 @@ def built_shapes(module: nn.Module, inputs: tuple[Tensor, ...], signature: str) 
 
 
 def _output_shapes(module: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Shape, ...]:
-    """Return the shapes of the module's outputs, without running it where PyTorch allows that."""
+    """Return the shapes of the module's outputs, on the meta device if PyTorch allows that."""
     with eval_mode(module), torch.no_grad():
         try:
             outputs = module.to("meta")(*(tensor.to("meta") for tensor in inputs))
@@ -175,7 +175,7 @@ def _is_attribute(argument: object) -> bool:
 
 
 def _sizes_of(node: fx.Node) -> tuple[int, ...] | None:
-    """Return the sizes that a split makes, where they are constants (as `SliceChannels` writes them)."""
+    """Return the sizes of a split's parts if they are constants (as `SliceChannels` writes them)."""
     if node.target is not torch.split or len(node.args) < 2 or not isinstance(node.args[1], (list, tuple)):
         return None
     sizes = tuple(size for size in node.args[1] if isinstance(size, int))
@@ -191,7 +191,7 @@ def module_paths(module: nn.Module) -> tuple[str, ...]:
 
 
 def _describe(module: nn.Module) -> str:
-    """Return a module's class and hyperparameters, channel counts left out."""
+    """Return a module's class and hyperparameters, without channel counts."""
     constants = {
         name: value
         for name, value in vars(module).items()

@@ -3,7 +3,7 @@
 An export takes half a second, and a latency table has hundreds of rows. So blocks of one structure (same operations
 and hyperparameters) share one exported template: its weights are resized to the widths wanted and filled with random
 numbers, and constants that move channels are replaced. Every model's output shapes are compared with the module's;
-where they differ (a channel count written into a reshape), the block is exported again.
+if they differ (a channel count written into a reshape), the block is exported again.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ _FLOATS = {onnx.TensorProto.FLOAT, onnx.TensorProto.FLOAT16, onnx.TensorProto.DO
 class Template:
     """An exported block. ``modules``: the paths of its modules, in the order of the graph.
 
-    ``moves``: the first outputs of the nodes that hold the moves of its `BlockShapes`, in their order.
+    ``moves``: for each move of its `BlockShapes`, the first output of the node that holds it.
     """
 
     model: onnx.ModelProto
@@ -54,7 +54,7 @@ class Template:
 
 
 class Templates:
-    """Makes ONNX models of modules from one export a structure; ``exports`` counts them."""
+    """Makes ONNX models of modules from one export per structure; ``exports`` counts the exports."""
 
     def __init__(self, opset: int | None = None) -> None:
         self._opset = opset
@@ -64,10 +64,10 @@ class Templates:
     def model(
         self, shapes: BlockShapes, build: Callable[[], tuple[nn.Module, tuple[Tensor, ...]]]
     ) -> onnx.ModelProto:
-        """Return a model of these fixed shapes with random weights (its own weights where it is newly exported).
+        """Return a model of these fixed shapes with random weights (its own if newly exported).
 
-        ``build`` gives the module and example inputs that are exported where no earlier export serves. `BackendError`
-        when ONNX cannot express it.
+        ``build`` returns the module and example inputs to export if no earlier export fits. `BackendError` if
+        ONNX cannot express the module.
         """
         template = self._templates.get(shapes.structure)
         if template is not None:
@@ -87,7 +87,7 @@ class Templates:
         return shapes.structure not in self._templates
 
     def export_together(self, wanted: Sequence[tuple[BlockShapes, nn.Module, tuple[Tensor, ...]]]) -> None:
-        """Export modules in one go. One that fails is exported by itself when it is asked for, which says why."""
+        """Export modules in one go. One that fails is exported alone when needed, which raises its error."""
         if not wanted:
             return
         built = [(module, inputs) for _, module, inputs in wanted]
@@ -114,11 +114,11 @@ class BlockModels:
 
     @property
     def exports(self) -> int:
-        """How many exports there were."""
+        """The number of exports so far."""
         return self._templates.exports
 
     def expect(self, blocks: Sequence[Block]) -> None:
-        """Export what these blocks will need, as many at once as memory should hold."""
+        """Export the templates that these blocks lack, up to `_MOST_NUMBERS` numbers at once."""
         wanted: dict[str, tuple[BlockShapes, nn.Module, tuple[Tensor, ...]]] = {}
         numbers = 0
         for block in blocks:
@@ -142,7 +142,7 @@ class BlockModels:
     def model(self, block: Block, widths: tuple[int, ...]) -> onnx.ModelProto:
         """Return the model of ``block`` at ``widths``, all shapes fixed.
 
-        `BackendError` when ONNX cannot express it.
+        `BackendError` if ONNX cannot express it.
         """
         shapes = self._finder.shapes(block, widths)
         try:
@@ -152,7 +152,7 @@ class BlockModels:
 
 
 def _moving_nodes(model: onnx.ModelProto, moves: Sequence[tuple[int, ...]]) -> tuple[str, ...]:
-    """Return the first outputs of the nodes that hold ``moves``; none where they do not match one to one."""
+    """Return the first outputs of the nodes that hold ``moves``; none if they do not match one to one."""
     constants = {tensor.name: tensor for tensor in model.graph.initializer if len(tensor.dims) == 1}
     nodes = [
         node
@@ -164,7 +164,7 @@ def _moving_nodes(model: onnx.ModelProto, moves: Sequence[tuple[int, ...]]) -> t
 
 
 def fitted_to(template: Template, wanted: BlockShapes) -> onnx.ModelProto | None:
-    """Return ``template`` with random weights of the ``wanted`` shapes; None when they do not correspond."""
+    """Return ``template`` with random weights of the ``wanted`` shapes; None if the two do not correspond."""
     if len(template.modules) != len(wanted.modules) or len(template.moves) != len(wanted.moves):
         return None
     paths = dict(zip(template.modules, wanted.modules, strict=True))
@@ -212,7 +212,7 @@ def fitted_to(template: Template, wanted: BlockShapes) -> onnx.ModelProto | None
 
 
 def _exchange_moves(graph: onnx.GraphProto, moves: dict[str, tuple[int, ...]]) -> None:
-    """Give the nodes with these first outputs constants of their own; an export shares equal ones."""
+    """Give each node with such a first output its own constant, as an export shares equal constants."""
     for node in graph.node:
         if node.output[0] in moves:
             node.input[1] = f"{node.output[0]}.moves"
@@ -221,7 +221,7 @@ def _exchange_moves(graph: onnx.GraphProto, moves: dict[str, tuple[int, ...]]) -
 
 
 def _skeleton(template: onnx.ModelProto) -> onnx.ModelProto:
-    """Return the template without weights and without the shapes in between."""
+    """Return the template without weights and intermediate shapes."""
     graph = helper.make_graph(
         list(template.graph.node),
         template.graph.name,
@@ -245,7 +245,7 @@ _POOL = np.random.default_rng(0).normal(size=1 << 17)
 def random_values(shape: Shape, dtype: Any, name: str = "") -> np.ndarray[Any, Any]:
     """Return random numbers of ``shape``, scaled like an initialised weight, drawn quickly from a pool.
 
-    Each ``name`` gets different ones: a runtime may keep a single copy of equal weights.
+    Each ``name`` gets different numbers, as a runtime may keep a single copy of equal weights.
     """
     fan_in = int(np.prod(shape[1:])) if len(shape) > 1 else 1
     half = _POOL.size // 2
@@ -263,7 +263,7 @@ def _random_tensor(like: onnx.TensorProto, shape: Shape) -> onnx.TensorProto:
 
 
 def _open_channels(tensor: onnx.TensorProto) -> onnx.TensorProto:
-    """Let a reshape take the batch as it comes and work out the channels."""
+    """Let a reshape copy the batch size and infer the channels."""
     target = numpy_helper.to_array(tensor).copy()
     axis = _CHANNEL_AXIS.get(len(target))
     if axis is not None and np.all(target >= 0):
@@ -279,7 +279,7 @@ def _set_shape(value: onnx.ValueInfoProto, shape: Shape) -> None:
 
 
 def _without_weights(model: onnx.ModelProto) -> onnx.ModelProto:
-    """Return a copy with weights as inputs: their shapes suffice, and the values may take hundreds of MB."""
+    """Return a copy with weights as inputs: their shapes suffice, and values may take hundreds of MB."""
     graph, weights, constants = model.graph, list[onnx.ValueInfoProto](), list[onnx.TensorProto]()
     for tensor in graph.initializer:
         if tensor.data_type in _FLOATS and math.prod(tensor.dims) > _SMALL:
@@ -293,10 +293,10 @@ def _without_weights(model: onnx.ModelProto) -> onnx.ModelProto:
 
 
 def consistent(model: onnx.ModelProto) -> bool:
-    """Whether inputs and weights lead to the output shapes that are given.
+    """Whether inputs and weights lead to the declared output shapes.
 
-    Constant indices must stay in range, and reshapes keep how many numbers there are, which shape inference does not
-    check. (Both were written for other widths.)
+    Also checks that constant indices stay in range and that reshapes keep the number of elements: both were
+    written for other widths, and shape inference does not check them.
     """
     declared = _without_weights(model)
     for output in declared.graph.output:
@@ -319,7 +319,7 @@ def consistent(model: onnx.ModelProto) -> bool:
                 return False
         if node.op_type == "Reshape" and {node.input[0], node.output[0]} <= shapes.keys():
             before, after = (math.prod(shapes[name]) for name in (node.input[0], node.output[0]))
-            if before and before != after:  # zero where a size is not known
+            if before and before != after:  # zero if a size is unknown
                 return False
     return all(
         [d.dim_value for d in a.type.tensor_type.shape.dim]

@@ -1,4 +1,4 @@
-"""What backends share that quantise for INT8 themselves: calibration data, layers left in float, errors by layer."""
+"""The base of backends that quantise for INT8 themselves: calibration, layers kept in float, layer errors."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from smcp_fx.errors import BackendError, InputError
 
 
 class CalibratedBackend(Backend):
-    """A backend whose models a ``scheme`` quantises before its runtime sees them, where ``precision`` is "int8".
+    """A backend that quantises models by its ``scheme`` for its runtime, if ``precision`` is "int8".
 
-    ``calibration``: batches of the network's input. ``opset``: that of the exports; None for the usual one.
+    ``calibration``: batches of the network's input. ``opset``: the exports'; None for the default.
     """
 
     scheme: ClassVar[Scheme] = PROCESSOR
@@ -36,7 +36,7 @@ class CalibratedBackend(Backend):
 
     @property
     def _quantiser(self) -> ModuleType:
-        """Return the module that quantises; `BackendError` where ONNX Runtime is missing."""
+        """Return the module that quantises; `BackendError` if ONNX Runtime is missing."""
         from smcp_fx.backends import import_runtime
 
         return import_runtime(
@@ -44,11 +44,11 @@ class CalibratedBackend(Backend):
         )
 
     def calibrate(self, batches: Sequence[Array]) -> None:
-        """Take batches of the network's input, whose ranges INT8 files will have."""
+        """Take batches of the network's input, from which INT8 files get their ranges."""
         self._batches = tuple(np.ascontiguousarray(batch) for batch in batches)
 
     def keep_in_float(self, layers: Collection[str]) -> None:
-        """Leave these layers in float from now on."""
+        """Keep these layers in float from now on."""
         self._kept = frozenset(layers)
 
     def layer_errors(self, module: nn.Module, example_inputs: tuple[Tensor, ...]) -> dict[str, float]:
@@ -63,7 +63,7 @@ class CalibratedBackend(Backend):
         return dict(sorted(errors.items(), key=lambda pair: -pair[1]))
 
     def _quantised(self, model: onnx.ModelProto) -> tuple[onnx.ModelProto, tuple[str, ...]]:
-        """Return a float model in INT8, and remarks on what stays in float."""
+        """Return a float model in INT8, and remarks on operations that stay in float."""
         layers = self._quantiser.layers_of(model)
         unknown = sorted(self._kept - {*layers})
         if unknown:
@@ -78,7 +78,7 @@ class CalibratedBackend(Backend):
         return self._ranges(model).quantised(keep=sorted(self._kept)), remark
 
     def _outputs(self, model: onnx.ModelProto, inputs: Sequence[Array]) -> list[Array]:
-        """Return what a model computes, by ONNX Runtime."""
+        """Return a model's outputs in ONNX Runtime."""
         from smcp_fx.backends.onnxruntime.session import create_session, run_session, session_options
 
         session = create_session(model.SerializeToString(), session_options(exact=self.scheme.signed))
@@ -90,6 +90,6 @@ class CalibratedBackend(Backend):
 
 
 def _error(actual: Sequence[Array], expected: Sequence[Array]) -> float:
-    """Return the root mean square of the differences, as a share of that of what is expected."""
+    """Return the root mean square of the differences, as a share of the expected outputs' own."""
     off = sum(float(np.square(a - b).sum()) for a, b in zip(actual, expected, strict=True))
     return float(np.sqrt(off / max(sum(float(np.square(b).sum()) for b in expected), 1e-30)))

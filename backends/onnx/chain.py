@@ -1,4 +1,4 @@
-"""A chain of small convolutions: how much longer a longer one takes is what a node costs."""
+"""A chain of small convolutions: the difference between two lengths gives the cost of a node."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from smcp_fx.backends.base import Array
 
 #: Channels of its convolutions: one vector.
 CHANNELS = 16
-#: Begins the names of its nodes; the shape of its result.
+#: The prefix of its nodes' names; the shape of its result.
 CHAIN = "smcp_reference"
 CHAIN_SHAPE = (1, CHANNELS, 2, 3)
 
@@ -28,9 +28,9 @@ def chain(
 ) -> tuple[list[onnx.NodeProto], list[TensorProto], onnx.ValueInfoProto, onnx.ValueInfoProto]:
     """Return nodes, weights, input and output of a chain of 1x1 convolutions that the runtime fuses with nothing.
 
-    The first reads an image of one channel, which needs no conversion to the runtime's layout. The others have a
-    bias, as most convolutions in a network do: the profiler writes down the shapes of all inputs, so more take
-    longer.
+    The first reads an image of one channel, which needs no conversion to the runtime's layout. The others
+    have a bias, as most convolutions in a network do: the profiler writes down the shapes of all inputs, so
+    more inputs take longer.
     """
     node: Callable[..., onnx.NodeProto] = helper.make_node
     first, weight, bias, image = (f"{CHAIN}_{name}" for name in ("first", "weight", "bias", "image"))
@@ -53,7 +53,7 @@ def chain(
 
 
 def chain_model(length: int) -> bytes:
-    """Return a chain of so many links as a serialised model."""
+    """Return a chain of ``length`` links as a serialised model."""
     nodes, weights, image, result = chain(length)
     graph = helper.make_graph(nodes, "chain", [image], [result], weights)
     model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8)

@@ -1,8 +1,8 @@
-"""Cleans an ONNX model of what the exporter leaves behind.
+"""Removes the exporter's leftovers from an ONNX model.
 
 ReduceMean over the image axes  ->  GlobalAveragePool   (runtimes have a fast kernel for it)
 Identity, Cast to the same type, Transpose pairs that cancel  ->  nothing
-zeros padded before a pooling with another idea of padding  ->  negative zeros, which runtimes do not fuse
+zeros padded before a pooling that counts padding differently  ->  negative zeros, which runtimes do not fuse
 nodes named after the module whose weight they hold; traces of the exporting machine dropped
 """
 
@@ -143,7 +143,7 @@ def _order(node: onnx.NodeProto) -> list[int]:
 
 
 def _bypass(graph: onnx.GraphProto, node: onnx.NodeProto, source: str) -> bool:
-    """Let everything that reads ``node`` read ``source``; False when the graph's interface forbids it."""
+    """Let all readers of ``node`` read ``source``; return False if the graph's interface forbids it."""
     result = node.output[0]
     if result in {output.name for output in graph.output}:
         users = [n for n in graph.node if source in n.input and n is not node]

@@ -12,7 +12,7 @@ from smcp_fx.backends.base import Array
 from smcp_fx.backends.onnx.blocks import random_values
 from smcp_fx.blocks.feeding import ACTIVATION, CONVOLUTION, MOVEMENT
 
-#: Prefix of such nodes' names.
+#: Prefix of these nodes' names.
 CONTEXT = "smcp_context"
 #: Up to this many channels an input is the network's own (an image), and is fed as it is. Chosen, not measured.
 IMAGE_CHANNELS = 4
@@ -20,7 +20,7 @@ _FLOATS = {TensorProto.FLOAT: np.float32, TensorProto.FLOAT16: np.float16, Tenso
 
 
 def add_context(model: onnx.ModelProto, fed_by: Sequence[str] = ()) -> onnx.ModelProto:
-    """Put nodes that write a block's inputs as in the network before it, and means of its results after it, in place.
+    """Add, in place, nodes before a block that write its inputs as in the network, and means of its results.
 
     ``fed_by`` says how the network writes each input (`smcp_fx.blocks.feeding`): a 1x1 convolution with ReLU stands
     for a convolution, one with SiLU for an activation that is not fused, an elementwise node for a plain layout.

@@ -1,7 +1,7 @@
 """PyTorch module to ONNX file, checked against the module in ONNX Runtime before the file gets its name.
 
-`torch.onnx.export(dynamo=True)` does the translation and folds batch norms into convolutions; `clean_model`
-takes out what it leaves behind; `lower_opset` brings the file to an opset older than the exporter's own.
+`torch.onnx.export(dynamo=True)` translates the module and folds batch norms into convolutions; `clean_model`
+removes the exporter's leftovers; `lower_opset` converts the file to an opset older than the exporter's own.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ from smcp_fx.tracing.names import any_names
 
 DEFAULT_OPSET = 20
 OLDEST_OPSET = 17
-#: The exporter's own operator library; older files come from a down-conversion.
+#: The exporter's own opset; `lower_opset` converts to older ones.
 _EXPORTER_OPSET = 18
 
 
@@ -68,18 +68,18 @@ def export_onnx(
 ) -> Path:
     """Write ``model`` in eval mode as an ONNX file and return its path.
 
-    ``example_inputs``: as for `prepare`. Each tensor in a list, tuple or dict is an input of the file, called
-    ``pair_0``, ``batch_left``, by the argument and its place or key; those given by name are called so.
+    ``example_inputs``: as for `prepare`. Each tensor in a list, tuple or dict becomes an input of the file,
+    named by the argument and its place or key (``pair_0``, ``batch_left``); inputs given by name keep it.
 
-    Which axes stay open, `smcp_fx.export_onnx` says. ``precision``
-    writes weights, inputs and outputs in that type instead of the module's own. ``input_names`` and ``output_names``
-    replace the default names. ``metadata`` goes into the file, values other than strings as JSON. ``check`` runs the
-    file in ONNX Runtime on random inputs of the examples' shapes, and of others, and compares with the module.
-    The file gets its name only after that: a failure leaves nothing behind.
+    `smcp_fx.export_onnx` documents which axes stay open. ``precision`` writes weights, inputs and outputs in
+    that type instead of the module's own. ``input_names`` and ``output_names`` replace the default names.
+    ``metadata`` goes into the file, values other than strings as JSON. ``check`` runs the file in ONNX
+    Runtime on random inputs, of the examples' shapes and of others, and compares its outputs with the
+    module's. The file gets its name only after that: a failure leaves nothing behind.
 
     Errors: `BackendError` for an operation ONNX cannot express (named with its module), for outputs that
-    differ, and for a disk that is full; `InputError` for an opset or example inputs that cannot be used, and for
-    a model that is prepared and not converted yet.
+    differ, and for a full disk; `InputError` for an unusable opset or example inputs, and for a model that is
+    prepared but not converted yet.
     """
     path = Path(path)
     if not isinstance(model, nn.Module):
@@ -121,7 +121,7 @@ def export_onnx(
         return write(tuple({} for _ in inputs))
     images = image_axes(model, inputs)
     if images is not None:
-        with contextlib.suppress(BackendError):  # nobody asked for it
+        with contextlib.suppress(BackendError):  # nobody asked for open image axes
             return write(images)
     return write(batch_axes(inputs))
 
@@ -135,7 +135,7 @@ def write_checked(
     finish: Callable[[onnx.ModelProto], None],
     check: bool = True,
 ) -> Path:
-    """Write a model with these open axes, as `export_onnx` does; ``finish`` names what is in it. Returns the path."""
+    """Write a model with these open axes, as `export_onnx` does, and return the path; ``finish`` names it."""
     proto = _model_proto(model, inputs, axes, opset)
     finish(proto)
     with _replacing(path) as scratch:
@@ -146,7 +146,7 @@ def write_checked(
 
 
 def _at_other_sizes(model: nn.Module, inputs: tuple[Tensor, ...], axes: Axes) -> list[tuple[Tensor, ...]]:
-    """Inputs of other sizes on all open axes, if there are any."""
+    """Return inputs of other sizes on all open axes, if there are any."""
     if not any(axes):
         return []
     other = next(other_sizes(model, inputs, axes), None)
@@ -163,7 +163,7 @@ def _listed(axes: Axes) -> str:
 
 
 def _fewer(axes: Axes) -> str:
-    """What to do where open axes are at fault."""
+    """Return advice for an error that open axes may have caused; "" if none are open."""
     if not any(axes):
         return ""
     if all(own == {0: "batch"} for own in axes):
@@ -237,7 +237,7 @@ def write_model(proto: onnx.ModelProto, path: Path) -> None:
 def in_precision(
     model: nn.Module, inputs: tuple[Tensor, ...], precision: str
 ) -> tuple[nn.Module, tuple[Tensor, ...]]:
-    """Return a copy of the module and its inputs in "fp32" or "fp16"; integers stay what they are."""
+    """Return a copy of the module and its inputs in "fp32" or "fp16"; integers keep their type."""
     kinds = {"fp32": torch.float32, "fp16": torch.float16}
     if precision not in kinds:
         raise InputError(f"precision {precision!r}: {' or '.join(kinds)} can be written")
@@ -257,18 +257,18 @@ def as_tuple(example_inputs: Tensor | tuple[Tensor, ...]) -> tuple[Tensor, ...]:
 
 def _export_program(model: nn.Module, inputs: tuple[Tensor, ...], axes: Axes) -> torch.export.ExportedProgram:
     shapes_of = [tuple(tensor.shape) for tensor in inputs]
-    # A batch is of any size; of others, networks may ask for multiples.
+    # A batch may have any size; a network may require that other sizes are multiples of a number.
     dims: dict[str, Any] = {
         name: torch.export.Dim(name) if name == "batch" else torch.export.Dim.DYNAMIC
         for own in axes
         for name in own.values()
     }
     shapes = tuple({axis: dims[name] for axis, name in own.items()} for own in axes) if dims else None
-    # torch.export takes a size of 1 for a constant.
+    # torch.export treats a size of 1 as a constant.
     single = {
         n for tensor, own in zip(inputs, axes, strict=True) for a, n in own.items() if tensor.shape[a] < 2
     }
-    # Copies: torch.export marks a tensor's open axes on the tensor, for a second export of it, too.
+    # Copies: torch.export marks the open axes on the tensor itself, and a second export would find the marks.
     inputs = tuple(tensor.clone() for tensor in resized(inputs, axes, dict.fromkeys(single, 2)))
     try:
         with FourDimensionalAttention(), WholeRecurrentLayers():
@@ -294,7 +294,7 @@ def _export_program(model: nn.Module, inputs: tuple[Tensor, ...], axes: Axes) ->
 
 
 def _require_runs(model: nn.Module, inputs: tuple[Tensor, ...], shapes: list[tuple[int, ...]]) -> None:
-    """Raise `InputError` where the model does not take inputs like the ``given`` ones, and its errors of the call."""
+    """Raise `InputError` if the model does not run on these inputs; its own `SmcpError`s pass through."""
     try:
         model(*(tensor.clone() for tensor in inputs))
     except SmcpError:
@@ -306,11 +306,11 @@ def _require_runs(model: nn.Module, inputs: tuple[Tensor, ...], shapes: list[tup
 
 
 def _plain_class(model: nn.Module) -> nn.Module:
-    """A graph module as a module of its generated forward, where it calls a function that is not torch's.
+    """Return a graph module as a plain module with its generated forward, if it calls a foreign function.
 
     `torch.export` interprets a graph node by node, with lists that such a function (torchvision's windowed
-    attention in three dimensions) cannot write into; the generated code has lists of its own. It would also run what
-    a call that leaves out arguments does not.
+    attention in three dimensions) cannot write into. The generated code has lists of its own. It also skips
+    the branches that calls with left-out arguments do not take.
     """
     if not isinstance(model, fx.GraphModule) or not any(
         node.op == "call_function" and (node.target is left_out or _is_foreign(node.target))

@@ -1,4 +1,4 @@
-"""Names that users of an ONNX file meet: those of inputs and outputs, and of open axes."""
+"""The names that users of an ONNX file see: those of inputs and outputs, and of open axes."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ import torch
 
 from smcp_fx.errors import InputError
 
-#: The names that the exporter gives to values, without looking whether a weight has one.
+#: The names that the exporter gives to values, without checking whether a weight has the same name.
 _GENERATED = re.compile(r"val_\d+")
 
 
 def rename_weights(program: torch.export.ExportedProgram) -> None:
-    """Give other names to weights that are called as the exporter calls values, such as those of files it wrote."""
+    """Rename weights that are named as the exporter names values, such as those of files it wrote."""
     for spec in program.graph_signature.input_specs:
         if spec.target is not None and _GENERATED.fullmatch(spec.target):
             new = free_name(spec.target, program.state_dict | program.constants)
@@ -26,16 +26,16 @@ def rename_weights(program: torch.export.ExportedProgram) -> None:
 
 
 def free_name(name: str, taken: Container[str]) -> str:
-    """Return a name, or one like it that is not taken."""
+    """Return a name, or a similar one that is not taken."""
     while name in taken:
         name += "_"
     return name
 
 
 def name_values(proto: onnx.ModelProto, inputs: Sequence[str] | None, outputs: Sequence[str] | None) -> None:
-    """Give inputs and outputs these names, in their order (None: as they are); `InputError` if they do not fit.
+    """Give inputs and outputs these names, in their order (None: unchanged); `InputError` if they do not fit.
 
-    Other values that have one of these names get another.
+    Other values with one of these names are renamed.
     """
     graph = proto.graph
     new: dict[str, str] = {}
@@ -81,7 +81,7 @@ def name_axes(proto: onnx.ModelProto, axes: Sequence[Mapping[int, str]]) -> None
 
 
 def _graphs(graph: onnx.GraphProto) -> Iterator[onnx.GraphProto]:
-    """The graph and those inside its nodes."""
+    """Yield the graph and the graphs inside its nodes."""
     yield graph
     for node in graph.node:
         for attribute in node.attribute:

@@ -1,9 +1,9 @@
-"""ONNX opset 17, which the exporter does not write: undoes what 18 changed.
+"""ONNX opset 17, which the exporter does not write: undoes the changes of 18.
 
     ReduceMean(x, axes)        ->  ReduceMean(x), axes an attribute
     Split(x), num_outputs      ->  Split(x, sizes)
     Pad(x, pads, value, axes)  ->  Pad(x, pads of all axes, value)
-    Resize, new attributes     ->  dropped where they hold their defaults
+    Resize, new attributes     ->  dropped if they hold their defaults
 
 (onnx's own converter refuses Split and Pad; TensorRT 8 reads nothing newer than 17.)
 """

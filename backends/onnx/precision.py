@@ -17,7 +17,7 @@ _FLOAT_INPUTS = {"Resize": (1, 2), "Upsample": (1,), "Range": (0, 1, 2)}
 
 
 def cast_model(model: onnx.ModelProto, precision: str) -> onnx.ModelProto:
-    """Return a copy of ``model`` in "fp32" (as it is), "fp16" or "bf16"; integers stay what they are."""
+    """Return a copy of ``model`` in "fp16" or "bf16", or itself for "fp32"; integers keep their type."""
     if precision == "fp32":
         return model
     if precision not in _TYPES:

@@ -1,4 +1,4 @@
-"""What the runtimes share that run ONNX models on processors: exports, quiet, caches, and INT8 by this library."""
+"""The base of runtimes for ONNX models on processors: exports, quiet, caches, and INT8 by this library."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ if TYPE_CHECKING:
 class ProcessorBackend(CalibratedBackend):
     """A runtime that loads ONNX models, on a processor with ``threads`` threads.
 
-    Where its ``precision`` is "int8", models are quantised before it sees them, calibrated on the batches of
-    ``calibration``. ``opset``: that of the exports; None for the usual one.
+    If ``precision`` is "int8", models are quantised before the runtime sees them, calibrated on the batches
+    of ``calibration``. ``opset``: the exports'; None for the default.
     """
 
     def __init__(
@@ -40,11 +40,11 @@ class ProcessorBackend(CalibratedBackend):
         self._models = BlockModels(opset)
 
     def remarks(self) -> tuple[str, ...]:
-        """Say so where this processor has no instructions for bytes."""
+        """Warn if this processor has no instructions for bytes."""
         return tuple(filter(None, [without_instructions()])) if self.calibrated else ()
 
     def try_export(self, module: nn.Module, example_inputs: tuple[Tensor, ...]) -> None:
-        """Export ``module`` as `compile` does, and throw the result away."""
+        """Export ``module`` as `compile` does, and discard the result."""
         if self.writer is None:
             export_model_proto(module, example_inputs, opset=self.opset)
             return
@@ -52,11 +52,11 @@ class ProcessorBackend(CalibratedBackend):
             self._written(module, example_inputs, Path(folder) / "tried.onnx")
 
     def expect_blocks(self, blocks: Sequence[Block]) -> None:
-        """Export them together."""
+        """Export these blocks together."""
         self._models.expect(blocks)
 
     def fading_half_ms(self) -> float:
-        """Return after how many ms half of what the outer cache held is gone; inf where it stays."""
+        """Return after how many ms half of the outer cache is replaced; inf if it stays."""
         return fading_half_ms()
 
     def require_quiet(self) -> None:
@@ -66,7 +66,7 @@ class ProcessorBackend(CalibratedBackend):
     def _exported(
         self, module: nn.Module, example_inputs: tuple[Tensor, ...]
     ) -> tuple[bytes, tuple[str, ...]]:
-        """Return a model for the examples' batch, quantised for INT8, and remarks on what stays in float."""
+        """Return a model for the examples' batch, quantised for INT8, and remarks on operations in float."""
         model = export_model_proto(module, example_inputs, opset=self.opset, dynamic_batch=False)
         model, remarks = self._quantised(model) if self.calibrated else (model, ())
         return model.SerializeToString(), remarks
@@ -88,5 +88,5 @@ class ProcessorBackend(CalibratedBackend):
         return remarks
 
     def _for_blocks(self) -> Callable[[onnx.ModelProto], onnx.ModelProto] | None:
-        """Return what quantises a block with all that stands around it; None where nothing is quantised."""
+        """Return the function that quantises a block with its context; None if nothing is quantised."""
         return quantised_block if self.calibrated else None

@@ -1,7 +1,7 @@
 """INT8 by post-training quantisation, with ONNX Runtime's quantiser, in the form that a runtime wants (`Scheme`).
 
 The file keeps float32 inputs and outputs, and pairs of quantising and dequantising nodes (QDQ) that a runtime fuses.
-Weights are signed bytes with a scale a channel.
+Weights are signed bytes with a scale per channel.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from smcp_fx.backends.base import Array
 from smcp_fx.backends.onnx.scheme import PROCESSOR, Scheme
 from smcp_fx.errors import BackendError, InputError
 
-#: What the quantiser has rules for.
+#: The operations that the quantiser has rules for.
 OPERATIONS = tuple(sorted({*QDQRegistry, *QLinearOpsRegistry}))
 #: The layers, whose weights become bytes.
 LAYERS = ("Conv", "ConvTranspose", "Gemm", "MatMul")
-#: What stands between a layer and its reader, and goes with the reader.
+#: Operations between a layer and its reader, which stay in float if the reader does.
 _ACTIVATIONS = ("Relu", "Clip", "LeakyRelu")
-#: What computes nothing that a byte would change.
+#: Operations that compute nothing that a byte would change.
 _BOOKKEEPING = {
     "Cast", "Concat", "Constant", "ConstantOfShape", "DequantizeLinear", "Dropout", "Expand", "Flatten", "Gather",
     "Identity", "QuantizeLinear", "Range", "Reshape", "Shape", "Slice", "Squeeze", "Transpose", "Unsqueeze",
@@ -42,7 +42,7 @@ _BYTES = ("avx512_vnni", "avx_vnni", "amx_int8", "asimddp", "i8mm")
 
 
 def without_instructions() -> str:
-    """Return a sentence where this processor has no instructions for bytes; nothing where it has, or does not say."""
+    """Return a remark if this processor has no instructions for bytes; "" if it has, or does not say."""
     text = _CPU_INFO.read_text() if _CPU_INFO.exists() else ""
     lines = (line.partition(":") for line in text.splitlines())
     flags = {
@@ -82,15 +82,15 @@ class Ranges:
                 raise BackendError(f"calibration for INT8 failed: {error}") from error
 
     def quantised(self, keep: Collection[str] = (), only: Collection[str] = ()) -> onnx.ModelProto:
-        """Return the model in INT8; ``keep``: nodes that stay in float; ``only``: the nodes that do not."""
+        """Return the model in INT8; ``keep``: nodes left in float; ``only``: the only nodes to quantise."""
         return _quantised(self.model, self.found, self._scheme, keep, only)
 
 
 class _Reader(CalibrationDataReader):  # type: ignore[misc]
-    """Feeds batches, cut anew where the model's own batch is fixed; the last one is filled from the beginning."""
+    """Feeds batches, recut if the model's own batch is fixed; the last one is filled from the beginning."""
 
     def __init__(self, taken: onnx.ValueInfoProto, batches: Sequence[Array]) -> None:
-        fixed = taken.type.tensor_type.shape.dim[0].dim_value  # 0 where it is open
+        fixed = taken.type.tensor_type.shape.dim[0].dim_value  # 0 if it is open
         if fixed and any(len(batch) != fixed for batch in batches):
             images = np.concatenate(batches)
             count = -(-len(images) // fixed)
@@ -102,7 +102,7 @@ class _Reader(CalibrationDataReader):  # type: ignore[misc]
 
 
 def quantised_block(model: onnx.ModelProto, scheme: Scheme = PROCESSOR) -> onnx.ModelProto:
-    """Return a block's model in INT8 with ranges that are made up: times do not depend on them."""
+    """Return a block's model in INT8 with made-up ranges, on which times do not depend."""
     inferred = onnx.shape_inference.infer_shapes(model)
     values = (*inferred.graph.value_info, *inferred.graph.input, *inferred.graph.output)
     unit = np.float32(0), np.float32(1)
@@ -111,7 +111,7 @@ def quantised_block(model: onnx.ModelProto, scheme: Scheme = PROCESSOR) -> onnx.
 
 
 class _Quantiser(QDQQuantizer):  # type: ignore[misc]
-    """ONNX Runtime's, which leaves some tensors in float."""
+    """ONNX Runtime's quantiser, but with some tensors left in float."""
 
     in_float: frozenset[str] = frozenset()
 
@@ -120,7 +120,7 @@ class _Quantiser(QDQQuantizer):  # type: ignore[misc]
 
 
 def _read_in_float(graph: onnx.GraphProto, keep: Collection[str]) -> tuple[set[str], set[str]]:
-    """Return the tensors that only layers in float read, back to what writes them, and the activations between."""
+    """Return the tensors that only layers in float read, directly or behind activations, and the latter."""
     written = {name: node for node in graph.node for name in node.output}
     readers: dict[str, set[str]] = {value.name: {""} for value in graph.output}
     for node in graph.node:
@@ -150,7 +150,7 @@ def _quantised(
     copy = onnx.ModelProto()
     copy.CopyFrom(model)
     activations, options = QuantType.QInt8 if scheme.signed else QuantType.QUInt8, dict(scheme.options)
-    if only:  # what a layer writes, its readers answer for
+    if only:  # a layer's readers quantise its output
         options["OpTypesToExcludeOutputQuantization"] = list(LAYERS)
     tensors, between = _read_in_float(copy.graph, keep)
     try:
@@ -167,12 +167,12 @@ def _quantised(
         raise BackendError(f"ONNX Runtime's quantiser fails on this network: {error}") from error
     result: onnx.ModelProto = quantiser.model.model
     scheme.finish(result.graph)
-    quantiser.model.topological_sort()  # it appends what it makes; ONNX wants nodes in order
+    quantiser.model.topological_sort()  # the quantiser appends its nodes; ONNX requires order
     return result
 
 
 def left_in_float(model: onnx.ModelProto, scheme: Scheme = PROCESSOR) -> dict[str, int]:
-    """Return the operations of a float model that stay as they are, and how often each stands."""
+    """Return the operations of a float model that stay in float, and how often each occurs."""
     quantisable = {*(scheme.operations or OPERATIONS), *scheme.fused, *_BOOKKEEPING}
     others = Counter(node.op_type for node in model.graph.node if node.op_type not in quantisable)
     return dict(others.most_common())

@@ -3,7 +3,7 @@
     LSTM [i, f, g, o]  ->  [i, o, f, c]        GRU [r, z, n]  ->  [z, r, h], linear_before_reset = 1
 
 A layer is one operator, with both directions. `torch.export` sees one operation for all layers, `smcp_fx::recurrent`;
-`TRANSLATIONS` tells the exporter what to write for it, and `fold_weights` computes the gates' new order once.
+`TRANSLATIONS` tells the exporter how to write it, and `fold_weights` reorders the gates once, in the file.
 """
 
 from __future__ import annotations
@@ -51,8 +51,8 @@ def _shapes(
 class WholeRecurrentLayers(TorchFunctionMode):
     """While entered, `torch.export` sees recurrent layers whole.
 
-    Left to the exporter are those on packed sequences, in double precision, which ONNX Runtime's operators lack, and
-    with dropout in training. Raises `BackendError` for those with a projection.
+    The exporter translates layers on packed sequences, layers in double precision (which ONNX Runtime's
+    operators lack), and layers with dropout in training. `BackendError` for layers with a projection.
     """
 
     def __torch_function__(
@@ -129,7 +129,7 @@ TRANSLATIONS: dict[Callable[..., Any], Callable[..., Any]] = {
 
 
 def _is_zeros(state: Any) -> bool:
-    """Is a state zeros of whatever size, which the operators begin with anyway?"""
+    """Is a state all zeros, of any size? The operators begin with zeros by default."""
     maker = state.producer()
     if maker is None or maker.op_type != "Expand":
         return False
@@ -140,7 +140,7 @@ def _is_zeros(state: Any) -> bool:
 
 
 def fold_weights(model: onnx.ModelProto) -> None:
-    """Compute what recurrent operators read of parameters alone; name them by module and layer (``rnn.l0``)."""
+    """Fold the inputs of recurrent operators that depend on parameters alone; name these (``rnn.l0``)."""
     graph = model.graph
     tensors, origin = constant_tensors(graph), {tensor.name: tensor.name for tensor in graph.initializer}
     wanted: set[str] = set()

@@ -26,7 +26,7 @@ def explain(error: BaseException, program: torch.export.ExportedProgram) -> str:
             f"ONNX cannot express the network: {chain[-1].strip().splitlines()[0] if chain[-1] else error!r}"
         )
     module = _module_of(node.group(1), program) if node is not None else None
-    # Not known inside a block, or in the network's own forward.
+    # The module is unknown inside a block, or in the network's own forward.
     where = f" in module {module!r}" if module else ""
     name = operation.group(1) if operation is not None else node.group(1) if node is not None else "?"
     return (
@@ -36,8 +36,8 @@ def explain(error: BaseException, program: torch.export.ExportedProgram) -> str:
 
 
 def _module_of(node_name: str, program: torch.export.ExportedProgram) -> str | None:
-    """Return the path of the module that holds a node; None when the node is not found."""
-    # The exporter names nodes of the decomposed program, and decomposes what it has no translation for all the way.
+    """Return the path of the module that holds a node; None if the node is not found."""
+    # The exporter names nodes of the decomposed program, and fully decomposes untranslatable operations.
     forms: list[Callable[[], torch.export.ExportedProgram]] = [
         lambda: program,
         program.run_decompositions,

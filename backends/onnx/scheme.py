@@ -1,4 +1,4 @@
-"""How a runtime wants INT8 files: what ONNX Runtime's quantiser (`quantization`) is told."""
+"""The form in which a runtime needs INT8 files: settings of ONNX Runtime's quantiser (`quantization`)."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ def _as_it_is(_: onnx.GraphProto) -> None:
 
 @dataclass(frozen=True)
 class Scheme:
-    """How a runtime wants its INT8 files.
+    """The form in which a runtime needs INT8 files.
 
-    ``told``: for fingerprints; changes with the rest. ``signed``: whether activations are signed bytes, as weights
-    are. ``operations``: what is quantised (None: all that the quantiser has rules for), ``fused``: what a runtime
-    computes together with that; all else stays in float. ``options``: the quantiser's. ``also``: names further
-    tensors to quantise; ``finish``: changes a quantised graph in place.
+    ``told``: its name in fingerprints; changes with the other fields. ``signed``: are activations signed, as
+    weights are? ``operations``: those to quantise (None: all that the quantiser can), ``fused``: those that a
+    runtime computes together with these; all others stay in float. ``options``: the quantiser's. ``also``:
+    names further tensors to quantise; ``finish``: changes a quantised graph in place.
     """
 
     told: str
@@ -41,5 +41,5 @@ class Scheme:
         return "quantisation", self.told
 
 
-#: Unsigned activations: what the kernels of x86 and ARM multiply. ONNX Runtime and OpenVINO run these files.
+#: Unsigned activations, as kernels of x86 and ARM multiply them. ONNX Runtime and OpenVINO run these files.
 PROCESSOR = Scheme("static qdq, u8s8, weights per channel", signed=False)

@@ -34,7 +34,7 @@ class Combined(nn.Module):
 
 
 def path_of(index: int, path: str) -> str:
-    """Return the path in `Combined` of something with ``path`` in one of the modules."""
+    """Return the path in `Combined` of the object at ``path`` in module ``index``."""
     return f"parts.{index}.{path}" if path else f"parts.{index}"
 
 
@@ -43,8 +43,8 @@ def export_side_by_side(
 ) -> list[onnx.ModelProto]:
     """Return a model of each module on its inputs, from one export; ``outputs``: how many tensors each returns.
 
-    Parameters have the names of `path_of`. `BackendError` where one cannot be expressed, or the export does not have
-    all inputs and outputs.
+    Parameters have the names of `path_of`. `BackendError` if a module cannot be expressed, or the export
+    lacks inputs or outputs.
     """
     parts, counts = [module for module, _ in modules], [len(inputs) for _, inputs in modules]
     tensors = tuple(tensor for _, inputs in modules for tensor in inputs)

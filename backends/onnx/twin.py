@@ -3,7 +3,7 @@
 After the caches were emptied, a block that runs alone pays for more than its weights. The memory for its results, the
 kernels' code and the profiler are cold as well; in a network the layers before have just used them. (The blocks of a
 ShuffleNetV2 at 64 x 64 that runs from memory added up to 1.96 ms, while the network took 1.18.) The twin has the same
-nodes of the same sizes and runs first, so it pays for all that. Only what is the block's own is still cold then.
+nodes of the same sizes and runs first, so it pays for all that. Then only the block's own data is still cold.
 
 The twin's weights have different values. ONNX Runtime 1.32 keeps one copy of two equal weights, so that the second
 layer would find its weights in cache (3.7 MiB of a linear layer took 55 µs after emptying the caches instead of 175).
@@ -20,10 +20,10 @@ from onnx import numpy_helper
 
 #: Suffix of a twin's names (a prefix tells context from block).
 TWIN = "_smcp_twin"
-#: Blocks with more bytes of weights get no twin: all else that is cold costs little beside them. Chosen, not
-#: measured.
+#: Blocks with more bytes of weights get no twin: other cold data costs little beside them. Chosen.
 _MOST_BYTES = 4 << 20
-#: Tensors with at most so many numbers keep their values, as they may be scales or bounds. Chosen, not measured.
+#: Tensors with at most this many numbers keep their values, as they may be scales or bounds. Chosen, not
+#: measured.
 _SMALL = 64
 
 

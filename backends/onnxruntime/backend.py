@@ -161,7 +161,7 @@ class OnnxRuntimeBackend(ProcessorBackend):
         return engine
 
     def full_precision(self) -> OnnxRuntimeBackend | None:
-        """Return the same in float32; None where this is."""
+        """Return this backend in float32; None if it is in float32."""
         if not self.calibrated:
             return None
         plain = OnnxRuntimeBackend(self.threads, self.spinning, self.opset)
@@ -171,17 +171,17 @@ class OnnxRuntimeBackend(ProcessorBackend):
     def open(
         self, model: Path | str | bytes, example_inputs: Sequence[Tensor | Array] = ()
     ) -> OnnxRuntimeEngine:
-        """Load a file that is there already, or a serialised model."""
+        """Load an existing file or a serialised model."""
         return OnnxRuntimeEngine(model, example_inputs, self.threads, self.spinning, self.device)
 
     def run_overhead_ms(self) -> float | None:
-        """Return what a run costs in ms, beside its nodes; None on CUDA, where blocks include it."""
+        """Return a run's own cost outside its nodes, in ms; None on CUDA, where blocks include it."""
         if self.device != "cpu":
             return None
         return overhead(self.threads, self.spinning).run_ms
 
     def fading_half_ms(self) -> float:
-        """Return after how many ms half of what the outer cache held is gone; inf if it stays, and on CUDA."""
+        """Return after how many ms half of the outer cache is replaced; inf if it stays, and on CUDA."""
         return super().fading_half_ms() if self.device == "cpu" else math.inf
 
     def require_quiet(self) -> None:

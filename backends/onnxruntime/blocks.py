@@ -45,8 +45,8 @@ from smcp_fx.backends.timing.measuring import (
 from smcp_fx.backends.timing.pace import pace
 from smcp_fx.backends.timing.physics import least_ms, multiply_adds
 
-#: Changes with the way blocks are timed. It is part of the fingerprint, so that rows of different ways are never
-#: mixed.
+#: The version of the way blocks are timed. It is part of the fingerprint, so that rows of different versions
+#: are never mixed.
 BLOCK_TIMING = "10"
 
 
@@ -68,7 +68,7 @@ def measure_block(
     ``written``: quantises a model, if the network is; None if it is in float.
     """
     config = config or QUICK
-    # Bytes are multiplied many times as fast as floats: how fast at most, processors do not say.
+    # Bytes are multiplied many times as fast as floats; processors do not tell their highest speed.
     count, least = multiply_adds(model), least_ms(model, threads) if written is None else 0.0
     block = BlockInContext.of(model, read_before, fed_by, written)
     # The profiler's clock may round a time down.
@@ -81,7 +81,7 @@ def measure_block(
 def _attempt(
     block: BlockInContext, threads: int, spinning: bool, config: TimingConfig
 ) -> tuple[Measurement, Measurement] | None:
-    """Return (hot, cold) of one session; None if no run of a state tells how long the block took."""
+    """Return (hot, cold) of one session; None if no run of a state is usable."""
     node_ms = overhead(threads, spinning).node_ms
     with Profiler(block.data, threads, spinning) as profiler:
         runs = BlockRuns(
@@ -107,7 +107,7 @@ def _attempt(
 def _block_samples(
     block: BlockInContext, runs: BlockRuns, profiles: Sequence[Sequence[NodeTime]], node_ms: float
 ) -> tuple[list[Sample | None], list[Sample | None]]:
-    """Return the block's part of each run, hot and cold; None for a run that does not tell it."""
+    """Return the block's part of each run, hot and cold; None for an unusable run."""
     taken = list(zip(profiles, runs.states, runs.samples, strict=True))
     still = [nodes for nodes, state, sample in taken if state == "hot" and not sample.disturbed]
     profiler_ms = profiler_beside(still or profiles, node_ms)
@@ -123,10 +123,10 @@ def _block_samples(
 
 
 def _summary(runs: list[Sample | None], few: int, spread_limit: float, least_ms: float) -> Measurement:
-    """Summarise the undisturbed samples; not stable if most were disturbed. Runs that tell nothing are None.
+    """Summarise the undisturbed samples; not stable if most were disturbed. Unusable runs are None.
 
-    Where many samples are disturbed, some pass for undisturbed: of 2,400 measurements of one row, those with more
-    than half of their samples disturbed were off by over a fifth in 22% of cases, the others in at most 2%.
+    If many samples are disturbed, some pass for undisturbed: of 2,400 measurements of one row, those with
+    most of their samples disturbed were off by over a fifth in 22% of cases, the others in at most 2%.
     """
     samples = [sample for sample in runs if sample]
     summary = summarise(calm(samples, few), spread_limit, RESOLUTION_MS)

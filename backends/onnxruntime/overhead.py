@@ -1,11 +1,11 @@
-"""What ONNX Runtime's profiler adds to every node's time, and what a run costs beside its nodes.
+"""The time that ONNX Runtime's profiler adds to every node, and a run's own cost outside its nodes.
 
-The times that the profiler reports include its own work: a node of 0.4 us shows as 2 us. Chains of small convolutions
-of two lengths, timed without the profiler, give the true cost of a node (by the difference) and what a run costs
-without any node (the rest).
+The times that the profiler reports include its own work: a node of 0.4 us shows as 2 us. Chains of small
+convolutions of two lengths, timed without the profiler, give the true cost of a node (by the difference) and
+of a run without any node (the rest).
 
-The profiler writes to memory, so what it adds depends on who else does: 1.7 to 4.1 us per node within one minute on a
-shared machine. So whatever is profiled has such a chain beside it, which shows what the profiler adds at that moment.
+The profiler writes to memory, so its cost depends on other processes' writes: 1.7 to 4.1 us per node within
+one minute on a shared machine. So every profiled model has such a chain, which shows the present cost.
 """
 
 from __future__ import annotations
@@ -29,22 +29,22 @@ from smcp_fx.backends.timing.pace import pace
 _LENGTHS = (8, 48)
 #: Rounds, and runs of both chains in each. All of it takes 25 ms. Chosen, not measured.
 _ROUNDS, _RUNS = 3, 60
-#: After so many disturbed rounds we make do with them; a round is undisturbed if so many of its runs are. Chosen, not
-#: measured.
+#: After this many disturbed rounds we make do with them; a round is undisturbed if this many of its runs are.
+#: Chosen, not measured.
 _MOST_DISTURBED, _ENOUGH = 2, 12
-#: How many nodes of a chain stand beside a block. Chosen, not measured.
+#: The number of a chain's nodes beside a block. Chosen, not measured.
 _BESIDE = 8
 
 
 @dataclass(frozen=True)
 class Overhead:
-    """``run_ms``: what a run costs beside its nodes; ``node_ms``: a node of the chain, without the profiler."""
+    """``run_ms``: a run's own cost outside its nodes; ``node_ms``: a chain's node without the profiler."""
 
     run_ms: float
     node_ms: float
 
 
-#: By threads and spinning: when to measure again, and what was measured.
+#: By threads and spinning: when to measure again, and the last result.
 _known: dict[tuple[int, bool], tuple[float, Overhead]] = {}
 #: Seconds until it is measured again; more if the core was disturbed all the while, as it then takes 3 to 17 s.
 _AGAIN_S, _AGAIN_DISTURBED_S = 2.0, 30.0
@@ -54,7 +54,7 @@ _FASTER = 0.95
 
 
 def overhead(threads: int = 1, spinning: bool = True) -> Overhead:
-    """Return the lowest figure of this process so far; a call measures it again if the last time is seconds ago.
+    """Return the lowest figure of this process so far; measure again if the last time is seconds ago.
 
     Disturbances only ever make a run longer, and the core's pace does not show all of them. A process that measured
     only once got a third too much, and subtracted that from every node of every row.
@@ -80,7 +80,7 @@ def add_reference(model: onnx.ModelProto) -> onnx.ModelProto:
 
 
 def profiler_beside(runs: Sequence[Sequence[NodeTime]], node_ms: float) -> float:
-    """Return what the profiler added to each node of these runs, in ms, as the chain's links show it."""
+    """Return the ms that the profiler added to each node of these runs, as the chain's links show."""
     links = [Sample(node.ms) for run in runs for node in run if _is_link(node)]
     return max(summarise(links, 0.0, RESOLUTION_MS).median_ms - node_ms, 0.0)
 
@@ -127,7 +127,7 @@ def _sample(timer: Timer, threads: int) -> Sample:
 def code_warmer(threads: int = 1, spinning: bool = True) -> Callable[[], object]:
     """Return a function that runs a tiny network with every common kind of node.
 
-    After the caches were emptied, it brings the runtime's code back, but hardly any data. In a network, too, a
+    After the caches are emptied, it brings back the runtime's code, but hardly any data. In a network, too, a
     block's weights may be cold, but the blocks before it have run the same kernels.
     """
     session = create_session(_sampler(), session_options(threads, spinning))

@@ -1,7 +1,7 @@
 """A block in its context, and which part of a profiled run is the block's own.
 
-ONNX Runtime's profiler says how long each node took. The context's nodes are known by their names. Conversions
-between the runtime's blocked layout and the plain one have names of the runtime's. Those of the block's results
+ONNX Runtime's profiler says how long each node took. The context's nodes are known by name. The runtime
+itself names conversions between its blocked layout and the plain one. Conversions of the block's results
 belong to the context, which reads them; all others to the block, which needs them in the network too.
 """
 
@@ -19,7 +19,7 @@ from smcp_fx.backends.onnxruntime.overhead import add_reference, without_referen
 from smcp_fx.backends.onnxruntime.profile import NodeTime
 from smcp_fx.backends.onnxruntime.twin import halves, is_twins
 
-#: From the runtime's blocked layout into the plain one.
+#: The conversion from the runtime's blocked layout into the plain one.
 CONVERSION = "ReorderOutput"
 
 
@@ -119,7 +119,7 @@ def own_nodes(
 
 
 def _turns_context(node: NodeTime) -> bool:
-    """Whether a node turns the context's image, of one channel, or the mean that it takes, of one pixel.
+    """Whether a node transposes the context's image, of one channel, or the mean that it takes, of one pixel.
 
     Quantised layers keep channels last. Such conversions have no names of ours.
     """

@@ -15,7 +15,7 @@ import onnxruntime as ort
 from smcp_fx.backends.onnxruntime.session import create_session, session_options
 
 _SUFFIX = "_kernel_time"
-#: What marks a node's event, and the one that ends a run.
+#: Marks of a node's event, and of the event that ends a run.
 _KERNEL, _RUN = f'{_SUFFIX}"', '"model_run"'
 #: An event's duration and its name, as JSON; the order of the arguments that follow varies.
 _EVENT = re.compile(r'"dur" :(\d+),.*?"name" :("(?:[^"\\]|\\.)*")')
@@ -25,7 +25,7 @@ RESOLUTION_MS = 0.001
 
 @dataclass(frozen=True)
 class NodeTime:
-    """One node in one run: the runtime's name of it, operation, shapes of its outputs, and the ms it took."""
+    """One node in one run: the runtime's name for it, its operation, its outputs' shapes, and its ms."""
 
     name: str
     operation: str

@@ -14,10 +14,10 @@ from smcp_fx.errors import BackendError
 
 
 def session_options(threads: int = 1, spinning: bool = True, exact: bool = False) -> ort.SessionOptions:
-    """Return the options every session is made with: fixed threads, sequential, all optimisations.
+    """Return the options of every session: fixed threads, sequential, all optimisations.
 
-    ``exact``: only those that change no result. (With the rest, 1.32 drops the lower bound of a ReLU6 whose result
-    becomes signed bytes.)
+    ``exact``: only optimisations that change no result. (With the others, 1.32 drops the lower bound of a
+    ReLU6 whose result becomes signed bytes.)
     """
     options = ort.SessionOptions()
     options.intra_op_num_threads = threads
@@ -31,7 +31,7 @@ def session_options(threads: int = 1, spinning: bool = True, exact: bool = False
 
 
 def settings(spinning: bool) -> tuple[tuple[str, str], ...]:
-    """Return, for the fingerprint, what `session_options` fixes beside the threads."""
+    """Return the `session_options` other than the threads, for the fingerprint."""
     return (
         ("execution", "sequential"),
         ("graph_optimization", "all"),
@@ -40,7 +40,7 @@ def settings(spinning: bool) -> tuple[tuple[str, str], ...]:
     )
 
 
-#: Device: the runtime's name of what runs there.
+#: The runtime's execution provider for each device.
 PROVIDERS = {"cpu": "CPUExecutionProvider", "cuda": "CUDAExecutionProvider"}
 
 
@@ -59,7 +59,7 @@ def check_device(device: str) -> None:
 def create_session(
     model: Path | bytes, options: ort.SessionOptions, device: str = "cpu"
 ) -> ort.InferenceSession:
-    """Return a session for a file or a serialised model; `BackendError` when it is refused.
+    """Return a session for a file or a serialised model; `BackendError` if it is refused.
 
     On CUDA every node must run there: a part that fell back to the CPU would be timed as if it had not.
     """
@@ -74,7 +74,7 @@ def create_session(
 
 
 def run_session(session: ort.InferenceSession, feed: Mapping[str, NDArray[Any]]) -> list[NDArray[Any]]:
-    """Return the network's outputs, in order; `BackendError` with the inputs' shapes where the runtime fails."""
+    """Return the network's outputs, in order; `BackendError` with the inputs' shapes if the runtime fails."""
     try:
         return [np.asarray(output) for output in session.run(None, dict(feed))]
     except Exception as error:

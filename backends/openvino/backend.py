@@ -32,14 +32,14 @@ if TYPE_CHECKING:
     from smcp_fx.blocks.sharing import Block
 
 #: Largest difference from PyTorch's float32 outputs, over their scale: bfloat16 keeps 8 bits, float16 11.
-#: INT8's error has no bound: what it costs, the emitted file's accuracy tells.
+#: INT8's error has no bound; the emitted file's accuracy shows its effect.
 TOLERANCES = {"fp32": 1e-4, "fp16": 1e-2, "bf16": 8e-2, "int8": math.inf}
 
 
 class OpenVINOEngine(Engine):
     """A network in OpenVINO: an .xml file with its .bin, an ONNX file, or a serialised ONNX model.
 
-    ``example_inputs`` (tensors or arrays) are what it is timed on; axes that a file leaves open get their sizes.
+    It is timed on ``example_inputs`` (tensors or arrays); axes that a file leaves open get their sizes.
     """
 
     def __init__(
@@ -85,7 +85,7 @@ class OpenVINOEngine(Engine):
 class OpenVINOBackend(ProcessorBackend):
     """OpenVINO on the CPU with ``threads`` threads.
 
-    ``precision``: "fp32", what the processor has of "bf16" and "fp16", or "int8", calibrated on the batches of
+    ``precision``: "fp32"; "bf16" or "fp16" if the processor has them; or "int8", calibrated on the batches of
     ``calibration``.
     """
 
@@ -133,7 +133,7 @@ class OpenVINOBackend(ProcessorBackend):
         return engine
 
     def full_precision(self) -> OpenVINOBackend | None:
-        """Return the same in float32; None where this is."""
+        """Return this backend in float32; None if it is in float32."""
         if self.precision == "fp32":
             return None
         plain = OpenVINOBackend(self.threads)
@@ -144,7 +144,7 @@ class OpenVINOBackend(ProcessorBackend):
         return [Path(path), *_pair(Path(path))]
 
     def run_overhead_ms(self) -> float:
-        """Return what a run costs beside its nodes."""
+        """Return a run's own cost outside its nodes, in ms."""
         return overhead(self.threads).run_ms
 
     def block_latency(
@@ -159,7 +159,7 @@ class OpenVINOBackend(ProcessorBackend):
     def open(
         self, model: Path | str | bytes, example_inputs: Sequence[Tensor | Array] = ()
     ) -> OpenVINOEngine:
-        """Load a file that is there already, or a serialised model."""
+        """Load an existing file or a serialised model."""
         return OpenVINOEngine(model, example_inputs, self.threads, self.precision)
 
     def _compare(self, engine: Engine, module: nn.Module, examples: tuple[Tensor, ...]) -> None:
@@ -170,13 +170,13 @@ class OpenVINOBackend(ProcessorBackend):
 
 
 def _pair(onnx_file: Path) -> tuple[Path, Path]:
-    """Return the files of OpenVINO's form of an ONNX file."""
+    """Return the paths of an ONNX file's pair in OpenVINO's form."""
     return onnx_file.with_suffix(".xml"), onnx_file.with_suffix(".bin")
 
 
 @contextlib.contextmanager
 def _writing(onnx_file: Path, examples: Sequence[Tensor]) -> Iterator[Path]:
-    """Write an ONNX file at the examples' batch in OpenVINO's form; the pair gets its name if nothing fails then."""
+    """Write an ONNX file in OpenVINO's form, at the examples' batch; name the pair unless the body fails."""
     scratch = _pair(onnx_file.with_name(f".{onnx_file.stem}.{os.getpid()}.onnx"))
     try:
         try:

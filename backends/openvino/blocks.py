@@ -1,9 +1,9 @@
 """A block timed by OpenVINO as it runs inside a network: its share of a run, by the runtime's performance counts.
 
-Around the block stands the same context as for ONNX Runtime (`smcp_fx.backends.onnx.context`), and all of it is
-there twice (`smcp_fx.backends.onnx.twin`). The counts are means over all runs since a network was compiled, in whole
-microseconds. They are read behind every run, so that those runs do not count in which others had the core. What a
-run takes in the middle, rather than in the mean, comes from the clock.
+The block has the same context as for ONNX Runtime (`smcp_fx.backends.onnx.context`), and the model holds both
+twice (`smcp_fx.backends.onnx.twin`). The counts are means over all runs since a network was compiled, in
+whole microseconds. They are read after every run, so that runs during which others had the core do not count.
+The clock gives the median run, relative to the mean.
 """
 
 from __future__ import annotations
@@ -39,15 +39,15 @@ from smcp_fx.backends.timing.measuring import (
 from smcp_fx.backends.timing.pace import pace
 from smcp_fx.backends.timing.physics import least_ms, multiply_adds
 
-#: Changes with the way blocks are timed: rows of another way are not mixed with these.
+#: The version of the way blocks are timed: rows of different versions are not mixed.
 BLOCK_TIMING = "1"
 
 
 @dataclass(frozen=True)
 class Parts:
-    """The nodes of a block in its context that are the block's, in the order they run: its own and its twin's.
+    """The block's nodes within its context, in the order they run: its own and its twin's.
 
-    What the runtime inserted belongs to its reader. ``paid``: of such conversions this share does not count.
+    A node that the runtime inserted belongs to its reader; the share ``paid`` of such nodes does not count.
     """
 
     nodes: tuple[Node, ...]
@@ -55,11 +55,11 @@ class Parts:
 
     @classmethod
     def of(cls, nodes: Sequence[Node], paid: float = 0.0) -> Parts:
-        """Tell nodes from the context's by name; a node that computes several layers has the first one's."""
+        """Select the nodes outside the context by name; a node of several layers has the first one's name."""
         return cls(tuple(node for node in nodes if CONTEXT not in _owner(node)), paid)
 
     def counted(self, state: str) -> list[tuple[Node, ...]]:
-        """Return the parts that count in a state: cold, what ran second; hot, both."""
+        """Return the copies of the block that count in a state: cold, the one that ran last; hot, both."""
         halves = [
             tuple(node for node in self.nodes if (TWIN in _owner(node)) is twin) for twin in (False, True)
         ]
@@ -67,7 +67,7 @@ class Parts:
         return in_order[-1:] if state == "cold" else in_order
 
     def ms(self, spent: Mapping[str, float], node_ms: float, state: str) -> float:
-        """Return the block's ms in what was spent; ``node_ms`` is added for each node."""
+        """Return the block's ms from each node's; ``node_ms`` is added for each node."""
         parts = self.counted(state)
         return sum(
             (1 - self.paid if not node.layers else 1.0) * (spent[node.name] + node_ms)
@@ -78,7 +78,7 @@ class Parts:
 
 
 def _owner(node: Node) -> str:
-    """Return the name that tells whose a node is: its own, or that of what reads it where the runtime inserted it."""
+    """Return the name that tells whose a node is: its own, or its reader's if the runtime inserted it."""
     return node.name if node.layers or not node.readers else node.readers[0]
 
 
@@ -94,7 +94,7 @@ def measure_block(
     """Measure the nodes of a block's model, all shapes fixed, hot and cold.
 
     ``read_before``: inputs, by position, whose conversion another block pays for. ``fed_by``: how each was written.
-    ``written``: quantises a model, where the network is; None where it is in float.
+    ``written``: quantises the model if the network is quantised; None if it is in float.
     """
     config = config or QUICK
     count = multiply_adds(model)
@@ -123,11 +123,11 @@ def _measured(
     config: TimingConfig,
     state: str,
 ) -> Measurement | None:
-    """Measure a state in a session of its own; None where no run was left alone."""
+    """Measure a state in a session of its own; None if no run is usable."""
     session = Session(data, threads, precision, counts=True)
     session.feed(feed)
     timer = stopwatch(session.run)
-    history: list[dict[str, float]] = []  # what was spent up to each run
+    history: list[dict[str, float]] = []  # each node's ms up to each run
 
     def once() -> float:
         ms = timer()
@@ -140,7 +140,7 @@ def _measured(
         warm_up(once, config)
         runs.take_hot(config)
     else:
-        once()  # counts round the more the more runs there were before
+        once()  # the more runs before, the coarser the counts
         few, spread = FEW_COLD_RUNS, COLD_SPREAD * spread
         runs.take_cold_alone(config)
     history = history[-1 - len(runs.samples) :]
@@ -168,7 +168,7 @@ def _disturbed(
     node_ms: float,
     state: str,
 ) -> list[Sample]:
-    """Return what runs tell of the block though most were disturbed; a single run's counts are rounded more."""
+    """Return the block's samples although most runs were disturbed; counts of single runs round more."""
     spent = [spent_in(history, [place]) for place in range(len(samples))]
     own = [parts.ms(each, node_ms, state) for each in spent]
     copies = len(parts.counted(state))
@@ -183,11 +183,11 @@ def _disturbed(
 
 
 def spent_in(history: Sequence[Mapping[str, float]], places: Collection[int]) -> dict[str, float]:
-    """Return the mean ms that each node took in some of the last runs; ``places``: theirs, from the first one timed.
+    """Return each node's mean ms in some of the timed runs; ``places``: their positions among these.
 
-    ``history``: what was spent up to each run, from the one before those that are timed.
+    ``history``: each node's ms up to each run, beginning with the run before the first timed one.
     """
-    # From behind one run to behind another; inside, rounding cancels out.
+    # Join successive runs into stretches, inside which rounding cancels out.
     stretches: list[tuple[int, int]] = []
     for place in sorted(places):
         if stretches and stretches[-1][1] == place:

@@ -1,7 +1,7 @@
-"""What OpenVINO's runs cost beside what its performance counts tell.
+"""The cost of OpenVINO's runs that its performance counts leave out.
 
-Two chains of small convolutions, a short and a long one, timed without counts: the slope is what a node costs, the
-rest what a run costs without any. The chain's counts fall short of the slope by what stands between two nodes.
+Two chains of small convolutions, a short and a long one, are timed without counts: the slope is a node's
+cost, the rest that of a run without nodes. The counts fall short of the slope by the time between two nodes.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _LENGTHS, _ROUNDS, _RUNS, _ENOUGH = (8, 48), 3, 60, 12
 
 @dataclass(frozen=True)
 class Overhead:
-    """``run_ms``: of a run beside its nodes; ``node_ms``: of a node beside its counts."""
+    """``run_ms``: a run's own cost outside its nodes; ``node_ms``: a node's cost outside its counts."""
 
     run_ms: float
     node_ms: float
@@ -30,7 +30,7 @@ class Overhead:
 
 @functools.cache
 def overhead(threads: int = 1) -> Overhead:
-    """Measure it, once in a process: the least of a few rounds, as whatever disturbs a run makes it longer."""
+    """Measure it once per process: the least of a few rounds, as disturbances only make a run longer."""
     sessions = [_fed(length, threads, counts=False) for length in _LENGTHS]
     timers = [stopwatch(session.run) for session in sessions]
     core = pace() if threads == 1 else None
@@ -45,7 +45,7 @@ def overhead(threads: int = 1) -> Overhead:
 
 
 def _counted(threads: int) -> float:
-    """Return what the counts say of a link."""
+    """Return a link's ms by the counts."""
     session = _fed(_LENGTHS[1], threads, counts=True)
     for _ in range(_RUNS // 4):
         session.run()

@@ -1,4 +1,4 @@
-"""Networks compiled by OpenVINO with fixed properties, and what each of their nodes took."""
+"""Networks compiled by OpenVINO with fixed properties, and the time of each of their nodes."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ import openvino as ov
 from smcp_fx.backends.base import Array
 from smcp_fx.errors import BackendError, InputError
 
-#: Precision: OpenVINO's name of the type that is computed in, and what the device must be capable of. Quantised
-#: parts of a network run in integers, whatever the type of the others.
+#: By precision, OpenVINO's name of the type to compute in, and the capability that the device must have.
+#: Quantised parts of a network run in integers, whatever the type of the others.
 PRECISIONS = {
     "fp32": ("f32", "FP32"),
     "bf16": ("bf16", "BF16"),
     "fp16": ("f16", "FP16"),
     "int8": ("f32", "INT8"),
 }
-#: Performance counts are whole microseconds: of each run, and of the mean over all runs. Each rounds down.
+#: Performance counts are whole microseconds: each run is rounded down, and so is the mean over all runs.
 _ROUNDED_MS = 0.5e-3
 
 
@@ -39,7 +39,7 @@ def version() -> str:
 
 
 def check_precision(precision: str) -> None:
-    """Raise `InputError` for a precision that is none, and `BackendError` for one that this processor lacks."""
+    """Raise `InputError` for an unknown precision, and `BackendError` for one that this processor lacks."""
     if precision not in PRECISIONS:
         raise InputError(f"precision {precision!r}: OpenVINO computes in {', '.join(PRECISIONS)} here")
     capable = list(core().get_property("CPU", "OPTIMIZATION_CAPABILITIES"))
@@ -51,18 +51,18 @@ def check_precision(precision: str) -> None:
 
 
 def properties(threads: int, precision: str) -> dict[str, Any]:
-    """Return what every network is compiled with: one stream of so many threads, in one precision."""
+    """Return the properties of every compiled network: one stream of ``threads``, in one precision."""
     return {
         "NUM_STREAMS": 1,
         "INFERENCE_NUM_THREADS": threads,
         "INFERENCE_PRECISION_HINT": PRECISIONS[precision][0],
         "PERFORMANCE_HINT": "LATENCY",
-        "ENABLE_CPU_PINNING": False,  # a pinned thread cannot go where its core is free
+        "ENABLE_CPU_PINNING": False,  # a pinned thread cannot move to a free core
     }
 
 
 def settings(precision: str) -> tuple[tuple[str, str], ...]:
-    """Return, for the fingerprint, what `properties` fixes beside the threads."""
+    """Return the `properties` other than the threads, for the fingerprint."""
     fixed = {name.lower(): str(value).lower() for name, value in properties(1, precision).items()}
     del fixed["inference_num_threads"]
     return tuple(fixed.items())
@@ -70,7 +70,7 @@ def settings(precision: str) -> tuple[tuple[str, str], ...]:
 
 @dataclass(frozen=True)
 class Node:
-    """A node as it runs: its name, the layers that it computes (none where the runtime inserted it), its readers."""
+    """A node as it runs: its name, the layers it computes (none if the runtime inserted it), its readers."""
 
     name: str
     layers: tuple[str, ...]
@@ -80,8 +80,8 @@ class Node:
 class Session:
     """A compiled network with its request. ``counts``: with performance counts.
 
-    ``model``: a file, or a serialised ONNX model. ``shapes``: of its inputs, where the file leaves them open.
-    `BackendError` where OpenVINO refuses it.
+    ``model``: a file, or a serialised ONNX model. ``shapes``: of its inputs, if the file leaves them open.
+    `BackendError` if OpenVINO refuses the model.
     """
 
     def __init__(
@@ -105,11 +105,11 @@ class Session:
             raise BackendError(f"OpenVINO {version()} refuses {name}: {error}") from error
         self.input_names = [_name(port, f"input {i}") for i, port in enumerate(network.inputs)]
         self.output_names = [_name(port, f"output {i}") for i, port in enumerate(network.outputs)]
-        self._held: list[Array] = []  # the request reads these where they are
+        self._held: list[Array] = []  # the request reads these in place
         self._runs = 0
 
     def feed(self, inputs: Sequence[Array]) -> None:
-        """Take these inputs for the runs to come."""
+        """Use these inputs in the following runs."""
         if len(inputs) != len(self.input_names):
             raise InputError(f"the network has {len(self.input_names)} inputs, {len(inputs)} were given")
         self._held = [np.asarray(array, order="C") for array in inputs]
@@ -130,7 +130,7 @@ class Session:
         return once
 
     def outputs(self) -> list[Array]:
-        """Run once and return the outputs, in order; `BackendError` with the inputs' shapes where that fails."""
+        """Run once and return the outputs, in order; `BackendError` with the inputs' shapes if that fails."""
         try:
             self.run()
             tensors = [self._request.get_output_tensor(i) for i in range(len(self.output_names))]
@@ -139,7 +139,7 @@ class Session:
         return [np.array(tensor.data) for tensor in tensors]
 
     def spent(self) -> dict[str, float]:
-        """Return the ms that each node took in all runs so far; 0 where it was folded into another."""
+        """Return the ms that each node took in all runs so far; 0 if it was folded into another node."""
         lost = 2 * _ROUNDED_MS
         return {
             entry.node_name: self._runs * (1e3 * entry.real_time.total_seconds() + lost)

@@ -16,14 +16,14 @@ from smcp_fx.backends.timing.measuring import Measurement
 
 #: The newest opset that every supported TensorRT reads.
 OPSET = 17
-#: How a block is timed, part of the fingerprint: rows timed otherwise are not mixed.
+#: How a block is timed, part of the fingerprint: rows timed differently are not mixed.
 BLOCK_TIMING = "cuda graph of runs in a row"
 #: A row among hundreds is quick: the table's sums average the noise out.
 ROW_TIMING = {"repeated": True, "warmup_ms": 10.0, "budget_ms": 60.0, "max_repeats": 40}
 
 
 def fingerprint_of(about: Mapping[str, Any], options: BuildOptions) -> Fingerprint:
-    """Return what latencies depend on: the worker's device and versions, and how engines are built."""
+    """Return everything that latencies depend on: the worker's device and versions, and build options."""
     settings = {
         "compute_capability": about["compute_capability"],
         "driver": about["driver"],
@@ -57,7 +57,7 @@ def written_block(model: onnx.ModelProto, precision: str) -> onnx.ModelProto:
 
 
 def tiny_model() -> onnx.ModelProto:
-    """Return a network of one small layer, for measuring what a run costs beside its layers."""
+    """Return a network of one small layer, to measure a run's cost beyond its layers."""
     shape, kind = [1, 8, 1, 1], onnx.TensorProto.FLOAT
     ends = [helper.make_tensor_value_info(name, kind, shape) for name in ("x", "y")]
     graph = helper.make_graph(

@@ -1,7 +1,7 @@
 """TensorRT on an NVIDIA GPU: engines built and timed by a worker process, see `smcp_fx.backends.tensorrt.worker`.
 
-The worker may run under another Python (``worker_python``): then only that one needs TensorRT. A builder that crashes
-fails what it was building, nothing else.
+The worker may run under another Python (``worker_python``): then only that one needs TensorRT. A crash of a
+builder fails only the engine that it was building.
 """
 
 from __future__ import annotations
@@ -52,8 +52,8 @@ from smcp_fx.errors import BackendError, InputError
 if TYPE_CHECKING:
     from smcp_fx.blocks.sharing import Block
 
-#: Largest difference from PyTorch's float32 outputs, over their scale; in int8 from ONNX Runtime's of the same
-#: file. TF32 keeps ten bits of the mantissa; in int8 sums in another order turn some bytes into their neighbours.
+#: Largest difference from PyTorch's float32 outputs (int8: from ONNX Runtime's of the same file), relative to
+#: their scale. TF32 keeps ten bits of the mantissa; in int8, another order of sums moves some bytes by one.
 TOLERANCES = {"fp32": 1e-4, "tf32": 1e-2, "fp16": 1e-2, "bf16": 8e-2, "int8": 8e-2}
 
 #: Engines that each builder builds before they are measured. Chosen, not measured.
@@ -63,11 +63,11 @@ _AHEAD = 3
 class TensorRTBackend(CalibratedBackend):
     """TensorRT with fixed settings on GPU ``gpu``.
 
-    ``precision``: "fp32", "fp16" (the default), "bf16", or "int8", calibrated on the batches of ``calibration``;
-    checked layer by layer in every engine. ``tf32``: whether fp32 may use it. ``worker_python``: command of the
-    Python that has TensorRT (default: this one). ``in_process``: no process of its own. ``builders``: processes that
-    build in parallel, from the next rows on. ``folder``: where timing caches are kept.
-    ``check``: start the worker at once, so that whatever is missing shows now. The rest: see `BuildOptions`.
+    ``precision``: "fp32", "fp16" (the default), "bf16", or "int8", calibrated on the batches of
+    ``calibration``; checked layer by layer in every engine. ``tf32``: whether fp32 may use it.
+    ``worker_python``: command of the Python that has TensorRT (default: this one). ``in_process``: use this
+    process as the worker. ``builders``: processes that build the next rows' engines in parallel. ``folder``:
+    of the timing caches. ``check``: start the worker now, to report missing parts. The rest: `BuildOptions`.
     """
 
     name: ClassVar[str] = "tensorrt"
@@ -114,7 +114,7 @@ class TensorRTBackend(CalibratedBackend):
         self._prebuilt: dict[tuple[str, tuple[int, ...]], Path | Exception] = {}
         self._coming: dict[tuple[str, tuple[int, ...]], Block] = {}  # rows that may be built ahead
         self._about: dict[str, Any] | None = None
-        self._owner: TensorRTBackend | None = None  # whose worker this one's is
+        self._owner: TensorRTBackend | None = None  # keeps alive the backend that owns the worker
         self._run_ms: float | None = None
         if not in_process:
             archive(self.scratch / "worker.pyz")
@@ -126,11 +126,11 @@ class TensorRTBackend(CalibratedBackend):
 
     @property
     def generation(self) -> int:
-        """Which worker process this is, counted; engines loaded in earlier ones are gone."""
+        """The number of this worker process; engines loaded in earlier ones are gone."""
         return self._worker().generation
 
     def ask(self, op: str, **arguments: Any) -> dict[str, Any]:
-        """Return the worker's answer; `BackendError` for its errors, and where it died."""
+        """Return the worker's answer; `BackendError` for its errors, and if it died."""
         try:
             return self._worker().ask(op, **arguments)
         except WorkerError as error:
@@ -143,11 +143,11 @@ class TensorRTBackend(CalibratedBackend):
         return self._about
 
     def new_key(self) -> str:
-        """Return a name that no engine has in the worker."""
+        """Return a key that no engine in the worker has."""
         return f"engine{next(self._keys)}"
 
     def close(self) -> None:
-        """End the worker and drop what it left behind; engine files stay where they were asked for."""
+        """End the workers and delete the scratch folder; engine files elsewhere stay."""
         _end(self._workers, self.scratch)
 
     def _worker(self, number: int = 0) -> Worker:
@@ -178,8 +178,8 @@ class TensorRTBackend(CalibratedBackend):
         """Export ``module``, build its engine at the examples' batch, and compare it with the module.
 
         ``path``: the ONNX file's; the engine lies beside it (.engine), with a description (.engine.json).
-        `BackendError` where outputs differ from PyTorch's by more than `TOLERANCES` (in int8 from those of the
-        quantised file), or the precision is not what was asked.
+        `BackendError` if the outputs differ from PyTorch's (in int8: from the quantised file's) by more than
+        `TOLERANCES`, or if the engine lacks the precision asked for.
         """
         onnx_file = Path(path) if path is not None else self.scratch / f"{self.new_key()}.onnx"
         inputs = random_inputs(example_inputs)
@@ -209,7 +209,7 @@ class TensorRTBackend(CalibratedBackend):
         return engine
 
     def try_export(self, module: nn.Module, example_inputs: tuple[Tensor, ...]) -> None:
-        """Export ``module`` as `compile` does, and leave it at that."""
+        """Export ``module`` as `compile` does, and build no engine."""
         export_model_proto(module, example_inputs, opset=OPSET, dynamic_batch=False)
 
     def open(self, path: Path | str, example_inputs: Sequence[Tensor] = ()) -> TensorRTEngine:
@@ -217,7 +217,7 @@ class TensorRTBackend(CalibratedBackend):
         return TensorRTEngine(self, Path(path), to_arrays(example_inputs))
 
     def full_precision(self) -> TensorRTBackend | None:
-        """Return this in float32, with the same worker; None where it is that."""
+        """Return a float32 copy of this backend with the same worker; None if this one is in float32."""
         if self.precision == "fp32":
             return None
         plain = copy.copy(self)
@@ -226,7 +226,7 @@ class TensorRTBackend(CalibratedBackend):
         return plain
 
     def remarks(self) -> tuple[str, ...]:
-        """Say so where this GPU has no instructions for bytes."""
+        """Warn if this GPU has no instructions that multiply bytes."""
         major, minor = (int(part) for part in self.about()["compute_capability"].split("."))
         if not self.calibrated or ((major, minor) >= (6, 1) and (major, minor) != (6, 2)):
             return ()
@@ -240,7 +240,7 @@ class TensorRTBackend(CalibratedBackend):
         return [Path(path), engine, description(engine)]
 
     def run_overhead_ms(self) -> float | None:
-        """Return what a run costs beside its layers, measured on a network of one small layer, alone and in a row."""
+        """Return a run's cost beyond its layers in ms: one small layer alone, less the same one in a row."""
         if self._run_ms is None:
             with self._measurable(self._written(tiny_model()), None) as key:
                 alone = self.ask("measure", key=key)["measured"]["median_ms"]
@@ -251,10 +251,10 @@ class TensorRTBackend(CalibratedBackend):
     def block_latency(
         self, block: Block, widths: tuple[int, ...], config: TimingConfig | None = None
     ) -> BlockLatency:
-        """Measure ``block`` at ``widths`` as an engine of its own, which takes and gives tensors in any layout.
+        """Measure ``block`` at ``widths`` as an engine of its own, whose tensors may have any layout.
 
-        Runs in a row inside one CUDA graph, as layers follow each other in a network. ``config`` sets repeats and
-        limits; by default a row is quick.
+        The runs follow each other inside one CUDA graph, as layers do in a network. ``config`` sets repeats
+        and limits; the default is quick.
         """
         if (block.signature, widths) in self._coming:
             self._build_ahead(block.signature, widths)
@@ -272,19 +272,19 @@ class TensorRTBackend(CalibratedBackend):
             return BlockLatency(measurement(self.ask("measure", key=key, timing=timing)["measured"]))
 
     def expect_blocks(self, blocks: Sequence[Block]) -> None:
-        """Export what these blocks will need, many at once."""
+        """Export the templates that these blocks need, many at once."""
         self._models.expect(blocks)
 
     def prepare_rows(self, rows: Sequence[tuple[Block, tuple[int, ...]]]) -> None:
-        """Note which rows come next, so that several builders can build ahead of the one that is measured."""
+        """Note which rows come next, so that several builders can build ahead of the measurement."""
         if self.builders > 1:
             self._coming = {(block.signature, point): block for block, point in rows}
 
     def _build_ahead(self, signature: str, widths: tuple[int, ...]) -> None:
         """Build a row's engine and those of the next rows in parallel, a few for each builder.
 
-        Nothing is measured meanwhile: builders time kernels on the same GPU. Only a few, so that an interrupted
-        run loses no more than these.
+        Nothing is measured meanwhile, as builders time kernels on the same GPU. An interrupted run loses at
+        most these few engines.
         """
         block, count = self._coming.pop((signature, widths)), _AHEAD * self.builders
         wanted = [((signature, widths), block)]
@@ -298,7 +298,7 @@ class TensorRTBackend(CalibratedBackend):
         for key, block in wanted:
             try:
                 jobs.append((key, self._written(self._models.model(block, key[1]))))
-            except Exception as error:  # it belongs to that row, which may not be the one asked for
+            except Exception as error:  # raised when that row is asked for, which may be later
                 self._prebuilt[key] = error
         stopped = threading.Event()
 
@@ -318,7 +318,7 @@ class TensorRTBackend(CalibratedBackend):
         with ThreadPoolExecutor(len(workers)) as pool:
             try:
                 list(pool.map(build, range(len(workers))))
-            finally:  # interrupted: what is being built is waited for, the rest is not
+            finally:  # if interrupted: wait for the builds in progress, skip the rest
                 stopped.set()
 
     # ---- engines --------------------------------------------------------------------------------------------
@@ -334,7 +334,7 @@ class TensorRTBackend(CalibratedBackend):
 
     @contextlib.contextmanager
     def _measurable(self, onnx_file: Path | None, engine: Path | None) -> Iterator[str]:
-        """Build a block's ONNX file, or load its engine, under a key; both files are gone afterwards."""
+        """Build a block's ONNX file, or load its engine, under a key; delete both files afterwards."""
         key = self.new_key()
         try:
             if onnx_file is not None:
@@ -342,7 +342,7 @@ class TensorRTBackend(CalibratedBackend):
             else:
                 self.ask("load", engine=str(engine), key=key)
             yield key
-        except BackendError:  # the next engine wants its memory
+        except BackendError:  # free its memory for the next engine
             with contextlib.suppress(BackendError):
                 self.ask("unload", key=key)
             raise
@@ -357,17 +357,17 @@ class TensorRTBackend(CalibratedBackend):
 def reference_outputs(module: nn.Module, inputs: tuple[Tensor, ...]) -> list[Array]:
     """Return a module's outputs in float32 without TF32.
 
-    Uses the GPU where PyTorch has one: a batch of 256 takes long on a CPU.
+    Runs on the GPU if PyTorch has one: a batch of 256 takes long on a CPU.
     """
     if torch.cuda.is_available():
         try:
-            # cuDNN's convolutions compute in TF32 unless they are told not to.
+            # cuDNN's convolutions use TF32 by default.
             with torch.backends.cudnn.flags(enabled=True, allow_tf32=False, fp32_precision="ieee"):
                 return module_outputs(copy.deepcopy(module).cuda(), tuple(x.cuda() for x in inputs))
         except RuntimeError:  # out of memory, or a device is written into the graph
             pass
         finally:
-            torch.cuda.empty_cache()  # the builder wants the memory
+            torch.cuda.empty_cache()  # free the memory for the builder
     return module_outputs(module, inputs)
 
 

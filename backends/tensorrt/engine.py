@@ -13,7 +13,7 @@ from smcp_fx.backends.timing.measuring import Timer
 
 
 class EngineHost(Protocol):
-    """What an engine needs of its backend: a worker to ask, and where to put arrays for it."""
+    """The parts of a backend that an engine needs: a worker to ask, and a folder to pass it arrays."""
 
     scratch: Path
     graph_replay: bool
@@ -52,7 +52,7 @@ class TensorRTEngine(Engine):
     def timer(self, inputs: Sequence[Array] | None = None) -> Timer:
         """Return a function that runs once, as a CUDA graph's replay, and returns the ms between events around it.
 
-        The values do not matter to TensorRT's kernels; ``inputs`` are loaded where given.
+        TensorRT's kernels take equally long on all values; ``inputs`` are loaded if given.
         """
         if inputs is not None:
             self.run(inputs)

@@ -13,7 +13,7 @@ _MOST_BUILDERS = 64
 
 @dataclass(frozen=True, kw_only=True)
 class EngineSettings:
-    """How engines are built, and by what."""
+    """How engines are built, and by which processes."""
 
     worker_python: str | None = option(
         None, "command of the Python that has TensorRT, where it is not this one"
@@ -36,7 +36,7 @@ class EngineSettings:
             raise InputError(f"--builders must be at most {_MOST_BUILDERS}, not {self.builders}")
 
     def of_build(self, precision: str | None) -> BuildOptions:
-        """Return what an engine is built with."""
+        """Return the options that an engine is built with."""
         return BuildOptions(
             checked_precision(precision),
             version_compatible=self.version_compatible,
@@ -46,7 +46,7 @@ class EngineSettings:
 
 
 def checked_precision(precision: str | None) -> str:
-    """Return the precision of engines, fp16 where none is asked for; `InputError` for what is not built."""
+    """Return the precision of engines, fp16 by default; `InputError` for one that is not built."""
     if precision not in (None, *PRECISIONS):
         raise InputError(
             f"precision {precision!r}: TensorRT's engines are built here in {', '.join(PRECISIONS)}"

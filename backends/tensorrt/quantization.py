@@ -1,9 +1,9 @@
-"""INT8 files as TensorRT wants them: explicit quantisation, symmetric in activations and weights, biases in float.
+"""INT8 files for TensorRT: explicit quantisation, symmetric in activations and weights, biases in float.
 
-Every reader of a quantised tensor has a quantising and a dequantising node of its own, weights too, and layers
-write float, so that TensorRT fuses what follows them. Of the two branches of a sum one comes in bytes; the layer that
-writes the other adds it. TensorRT's parser refuses other zero points than 0, and biases in integers. Source: NVIDIA's
-guide, "Explicit Quantization".
+Every reader of a quantised tensor or weight has a quantising and a dequantising node of its own. Layers write
+float, so that TensorRT fuses the operations behind them. One branch of a sum comes in bytes; the layer that
+writes the other adds it. TensorRT's parser refuses zero points other than 0, and integer biases. Source:
+NVIDIA's guide, "Explicit Quantization".
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _Q, _DQ = "QuantizeLinear", "DequantizeLinear"
 
 
 def shortcuts(graph: onnx.GraphProto) -> list[str]:
-    """Return the tensors that sums take in bytes: of two that are computed, the one that is there first."""
+    """Return the tensors that sums take in bytes: of two computed operands, the earlier one."""
     written = {name: place for place, node in enumerate(graph.node) for name in node.output}
     written |= {value.name: -1 for value in graph.input}
     sums = [tuple(node.input) for node in graph.node if node.op_type == "Add"]
@@ -28,7 +28,7 @@ def shortcuts(graph: onnx.GraphProto) -> list[str]:
 
 
 def separate_pairs(graph: onnx.GraphProto) -> None:
-    """Give every reader of a quantised tensor nodes of its own, in place."""
+    """Give every reader of a quantised tensor its own quantising and dequantising nodes, in place."""
     quantising = {node.output[0]: node for node in graph.node if node.op_type == _Q}
     pairs = {
         node.output[0]: (quantising[node.input[0]], node)
@@ -73,10 +73,10 @@ TENSORRT = Scheme(
 
 
 def block_in_bytes(model: onnx.ModelProto) -> onnx.ModelProto:
-    """Return a block's model in INT8 that takes and gives bytes, as it does inside a network.
+    """Return a block's model in INT8 that reads and writes bytes, as it does inside a network.
 
-    Inputs are bytes where every reader quantises them, results of four axes where the block has a quantised layer.
-    Images come in float.
+    Inputs are bytes if every reader quantises them, results of four axes are if the block has a quantised
+    layer. Images come in float.
     """
     from smcp_fx.backends.onnx.quantization import quantised_block
 

@@ -14,11 +14,11 @@ from smcp_fx.backends.timing.measuring import Measurement, Sample, Timer, Timing
 from smcp_fx.backends.timing.pace import Pace
 from smcp_fx.errors import BackendError, MachineBusyError
 
-#: Runs in the hot state, beside those that follow a cold one. So many undisturbed ones are enough if their
-#: interquartile range is at most this share of their median: on 63 rows of ResNet-18, measured four times each way,
-#: 11 such runs gave the medians of 25 within 0.1% (docs: experiments.md).
+#: Runs in the hot state, beside those that follow a cold one. The second number of undisturbed runs is enough
+#: if their interquartile range is at most this share of their median: on 63 rows of ResNet-18, measured four
+#: times each way, 11 such runs gave the medians of 25 within 0.1% (docs: experiments.md).
 _HOT_RUNS, _ENOUGH, _AGREEING = 25, 11, 0.03
-#: So many are enough after this long (ms), for a core that is slow most of the time. Chosen, not measured.
+#: This many runs are enough after this long (ms), if the core is mostly slow. Chosen, not measured.
 _FEW_RUNS, _LONG_MS = 9, 150.0
 #: Runs in the cold state, few because emptying the caches takes longer than all the rest. The median of three ignores
 #: one disturbed run; two are enough if they agree. Their spread may be larger by this factor: others use the memory
@@ -95,10 +95,10 @@ class BlockRuns:
 def steadiest(
     attempt: Callable[[], tuple[Measurement, Measurement] | None], attempts: int, count: int, least_ms: float
 ) -> BlockLatency:
-    """Return the steadiest of some attempts to measure a block, hot and cold; None is one that tells nothing.
+    """Return the steadiest of some attempts to measure a block, hot and cold; a useless attempt is None.
 
     ``count`` multiply-adds take ``least_ms`` at least: faster attempts do not count. Raises `BackendError` if all are
-    faster, `MachineBusyError` if none told anything.
+    faster, `MachineBusyError` if all are useless.
     """
     found: BlockLatency | None = None
     impossible = 0.0
@@ -140,9 +140,9 @@ def sample_of_block(
 ) -> Sample | None:
     """Return the block's part of a run; None if the run was disturbed too much to tell it.
 
-    ``ms``, ``context_ms``: the profiler's times of the block's nodes and of all other nodes. They are wall-clock
-    times, which in a disturbed run include time when others had the core. ``usual_context_ms``: what the other nodes
-    take in undisturbed runs; None if there were none.
+    ``ms``, ``context_ms``: the profiler's times of the block's nodes and of all other nodes. They are
+    wall-clock times, which in a disturbed run include time when others had the core. ``usual_context_ms``:
+    the other nodes' time in undisturbed runs; None if there were none.
 
     A disturbed run gives bounds. The block took at most the time for which the thread computed (``sample.ms``), and
     at most its nodes' wall-clock time; it took at least the thread's time less the context's. If the bounds are

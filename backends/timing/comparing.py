@@ -1,4 +1,4 @@
-"""One network's latency as a fraction of another's, measured for as long as that takes to be known.
+"""One network's latency as a fraction of another's, measured until the fraction is known well enough.
 
 Other work on a machine's outer cache and memory slows a large and a small network by different factors, for seconds
 or minutes, and a core's pace does not show it (docs: latency.md). So the result of a short measurement depends on

@@ -1,8 +1,8 @@
 """How fast the outer cache forgets, because others use it too.
 
-A server's cores share their last-level cache with whatever runs beside them, which pushes out what a network leaves
-there. Of 4 MiB that were read once, two fifths had to be fetched from memory again after a pause of 4 ms, and all of
-it after 16 ms (a guest on an EPYC; docs: latency.md). So a slow network finds its weights gone, however small it is,
+A server's cores share their last-level cache with other programs, whose data replaces a network's. Of 4 MiB
+that were read once, two fifths had to be fetched from memory again after a pause of 4 ms, and all of it after
+16 ms (a guest on an EPYC; docs: latency.md). So a slow network finds its weights gone, however small it is,
 and the busier the machine, the sooner they go.
 """
 
@@ -31,22 +31,22 @@ from smcp_fx.backends.timing.pace import pace
 #: The share that is gone after t ms is 1 / (1 + (half / t) ** FADING). Fitted to shares after 0.5 to 16 ms (docs:
 #: latency.md).
 FADING = 1.8
-#: How much is read: more than inner caches hold, and little beside the outer one. Chosen, not measured.
+#: Bytes to read: more than inner caches hold, and few compared with the outer one. Chosen, not measured.
 _BYTES = 4 << 20
 #: Pauses after which it is read. On a shared server, part of it is gone after each of them (docs: latency.md).
 _PAUSES_MS = (1.0, 2.0, 4.0, 8.0)
 #: Reads after each pause, and after emptying the caches; chosen so that all of it takes 0.3 s.
 _RUNS, _COLD_RUNS = 12, 8
-#: At most this many times as many where other processes take this thread's core during a pause. Chosen, not measured.
+#: At most this many times as many reads if others take this core during a pause. Chosen, not measured.
 _LONGER = 3
 #: Shares nearer than this to 0 or 1 are too uncertain to compute a time from. Chosen, not measured.
 _TELLING = 0.02
-#: If the cache saves less than this on all of the read, it is as good as none. Chosen, not measured.
+#: A cache that saves less than this on the whole read is as good as none. Chosen, not measured.
 _LEAST_MS = 1e-3
 
 
 def fading_half_ms() -> float:
-    """Measure after how many ms half of what the outer cache held is gone; inf if it stays. Takes 0.3 s."""
+    """Measure after how many ms half of the outer cache is replaced; inf if it stays. Takes 0.3 s."""
     read = stopwatch(_lines().max)
     for _ in range(_RUNS):
         read()

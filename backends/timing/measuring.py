@@ -40,7 +40,7 @@ class Measurement:
         return (self.q3_ms - self.q1_ms) / self.median_ms if self.median_ms > 0 else 0.0
 
     def surer(self, other: Measurement) -> Measurement:
-        """Return the steady one of two measurements of the same thing; where both or neither is, the calmer."""
+        """Return the steady one of two measurements of the same thing; if both or neither is, the calmer."""
         return other if (other.stable, -other.spread) > (self.stable, -self.spread) else self
 
 
@@ -114,9 +114,9 @@ class Sample:
 def take_sample(timer: Timer, pace: Pace | None = None) -> Sample:
     """Run ``timer`` once.
 
-    ``pace``: only for what computes in this thread alone, where a disturbance shows. The run waits until the core is
-    as fast as usual. It counts as disturbed if it was kept off the core, or if the core was slower before or after
-    it.
+    ``pace``: given if the work runs in this thread alone, where a disturbance shows. The run waits until the
+    core is as fast as usual. It counts as disturbed if it was kept off the core, or if the core was slower
+    before or after it.
     """
     if pace is None:
         return Sample(timer())
@@ -141,16 +141,16 @@ def stopwatch(run: Callable[[], object]) -> Timer:
 
 
 def calm(samples: Sequence[Sample], least: int) -> Sequence[Sample]:
-    """Return the undisturbed samples if there are at least so many, else all."""
+    """Return the undisturbed samples if there are at least ``least``, else all samples."""
     found = [sample for sample in samples if not sample.disturbed]
     return found if len(found) >= least else samples
 
 
 def summarise(samples: Sequence[Sample], spread_limit: float, resolution_ms: float = 0.0) -> Measurement:
-    """Return median and quartiles; stable when the spread is within its limit and most runs undisturbed.
+    """Return median and quartiles; stable if the spread is within its limit and most runs undisturbed.
 
-    A clock that counts in steps of ``resolution_ms`` gives no median finer than that: then the mean of the
-    samples around it is taken, whose rounding averages out, and quartiles a step or two apart are no spread.
+    A clock with steps of ``resolution_ms`` gives no finer median. Then the mean of the samples near the
+    median counts, whose rounding averages out, and quartiles up to two steps apart are no spread.
     """
     times = np.asarray([sample.ms for sample in samples], dtype=np.float64)
     q1, median, q3 = (float(q) for q in np.percentile(times, [25, 50, 75]))
@@ -163,7 +163,7 @@ def summarise(samples: Sequence[Sample], spread_limit: float, resolution_ms: flo
 
 
 def warm_up(timer: Timer, config: TimingConfig) -> int:
-    """Run ``timer`` until two windows of runs in a row agree, and return the number of runs."""
+    """Run ``timer`` until two successive windows of runs agree, and return the number of runs."""
     window = config.warmup_window
     samples: list[float] = []
     start = time.perf_counter()
@@ -183,8 +183,8 @@ def measure_timers(
 ) -> list[Measurement]:
     """Measure all ``timers`` interleaved, one `Measurement` each, in their order.
 
-    All of them run equally often; of each, disturbed runs are dropped where enough others are left. When one is
-    unstable the whole set is taken again, since samples of different moments are not comparable.
+    All timers run equally often. Disturbed runs are dropped if enough others are left. If one timer is
+    unstable, the whole set is taken again, since samples of different moments are not comparable.
     """
     config = config or TimingConfig()
     if not timers:
@@ -234,7 +234,7 @@ def take_turns(timers: Sequence[Timer], config: TimingConfig, cpu_bound: bool = 
 
 
 def _settle(timer: Timer, config: TimingConfig) -> None:
-    """Run untimed, so that the caches hold again what the others' turns pushed out."""
+    """Run untimed, to refill the caches after the other timers' turns."""
     start = time.perf_counter()
     for _ in range(config.settle):
         timer()

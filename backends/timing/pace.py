@@ -1,4 +1,4 @@
-"""How fast this core runs right now, compared with what it can.
+"""How fast this core runs right now, compared with its usual speed.
 
 A core's speed changes by a factor of up to two, from one millisecond to the next and for seconds, depending on the
 work of its sibling thread and of the chip's other cores. (A guest's sibling may belong to another guest.) The thread
@@ -16,8 +16,8 @@ from collections import deque
 
 import numpy as np
 
-#: The fixed work: so many turns of a loop in C, which take some microseconds and no memory. (An interpreted loop
-#: allocates numbers, and its speed drifted by a fifth within a process as the heap changed.)
+#: The fixed work: this many turns of a loop in C, which take some microseconds and no memory. (An interpreted
+#: loop allocates numbers, and its speed drifted by a fifth within a process as the heap changed.)
 _TURNS = 2500
 #: A pace further than this from the usual one (as a ratio) is another state of the core. With this check, the
 #: held-out errors of a table that was measured on a busy machine fell to a third.
@@ -27,10 +27,10 @@ TOLERANCE = 1.1
 #: measured while the core was fast for a tenth of the time equalled those measured at three quarters, within 1 to 4
 #: %.
 _SHARE = 0.05
-#: A minute is so many looks at the pace, at least so far apart. Time in which nothing is measured does not count.
+#: A minute is this many looks at the pace, at least this far apart. Time without measurements does not count.
 _LOOKS, _BETWEEN_MS = 6000, 10.0
-#: The usual pace is first learned in this time, as if the whole minute before had been like it, and again after so
-#: many looks. When it was learned in 300 ms, it was at times that of a slow state.
+#: The usual pace is first learned in this time, as if the whole minute before had been like it, and again
+#: after this many looks. If it was learned in 300 ms, it was sometimes that of a slow state.
 _FIRST_MS = 1000.0
 _LEARN_AFTER = 100
 #: If a core stays slow for this long, the thread moves to the next one that it may run on. Chosen, not measured.
@@ -55,7 +55,7 @@ class Pace:
         self._learn()
 
     def is_usual(self) -> bool:
-        """Time the fixed work and compare; a second time if what ran before had pushed it out of the caches."""
+        """Time the fixed work and compare; try twice, as earlier work may have evicted it from the caches."""
         return self._fits(_fixed_work_ms()) or self._fits(_fixed_work_ms())
 
     def await_usual(self) -> bool:

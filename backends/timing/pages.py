@@ -14,8 +14,8 @@ from pathlib import Path
 
 #: Memory of this size has a mapping of its own, in which huge pages fit.
 _PROBE_BYTES = 64 << 20
-#: How often the probe is doubled to outgrow the largest free piece of a heap. Chosen: a heap has no 64 GiB free at
-#: once.
+#: How many sizes of the probe are tried, each doubled, to outgrow the largest free piece of a heap. Chosen: a
+#: heap has no 32 GiB free at once.
 _DOUBLINGS = 10
 
 
@@ -23,8 +23,8 @@ _DOUBLINGS = 10
 def huge_pages() -> bool:
     """Return whether large memory that this process allocates from now on may come in huge pages.
 
-    The kernel says so of memory that is allocated for the question and never touched (``THPeligible`` in
-    ``/proc/self/smaps``); False if it does not say.
+    The kernel reports it (``THPeligible`` in ``/proc/self/smaps``) for a probe that is allocated but never
+    touched; False if it does not say.
     """
     smaps = Path("/proc/self/smaps")
     if not smaps.exists():

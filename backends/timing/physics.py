@@ -14,19 +14,18 @@ import numpy as np
 import onnx
 from onnx import TensorProto
 
-#: Multiply-adds of single precision per cycle of one core, by flag in /proc/cpuinfo; the first flag that is there
-#: counts. Two units for fused multiply-adds, each as wide as a vector (512, 256, 128 bits).
+#: Multiply-adds of single precision per cycle of one core, by flag in /proc/cpuinfo; the first flag present
+#: counts. There are two units for fused multiply-adds, each as wide as a vector (512, 256, 128 bits).
 _A_CYCLE = {"avx512f": 32, "avx": 16, "sse2": 8}
 #: On other processors: an outer product of two vectors of 512 bits each cycle (SME).
 _A_CYCLE_ELSEWHERE = 256
-#: Cycles per second: more than any processor on sale reaches. (What the system calls the maximum may leave out
-#: boosts.)
+#: Cycles per second: more than any processor on sale reaches. (The system's maximum may leave out boosts.)
 _FASTEST_HZ = 6.5e9
 _CPU_INFO = Path("/proc/cpuinfo")
 
 
 def least_ms(model: onnx.ModelProto, threads: int) -> float:
-    """Return the least ms that the model's products of single precision need on so many cores."""
+    """Return the least ms that the model's products of single precision need on ``threads`` cores."""
     return 1e3 * multiply_adds(model) / (threads * peak())
 
 
@@ -45,10 +44,10 @@ def _flags(info: str) -> set[str]:
 
 
 def multiply_adds(model: onnx.ModelProto) -> int:
-    """Count those of convolutions and linear layers whose weights (of single precision) and shapes are known.
+    """Count the multiply-adds of convolutions and linears of known weights (single precision) and shapes.
 
-    Products with padding are none, as kernels skip them: a 3 x 3 convolution of a map of one pixel does a ninth of
-    its FLOPs. What is not known counts as 0, so the sum is at most what the model computes.
+    Products with padding do not count, as kernels skip them: a 3 x 3 convolution of a map of one pixel does a
+    ninth of its FLOPs. Unknown layers count as 0, so the sum is a lower bound.
     """
     weights = {
         weight.name: tuple(weight.dims)
@@ -71,7 +70,7 @@ def _of_node(
     if node.op_type in ("Conv", "ConvTranspose"):
         read, made = (shapes.get(name, ()) for name in (node.input[0], node.output[0]))
         if node.op_type == "ConvTranspose":
-            read, made = made, read  # it is a convolution's gradient: what that reads, it makes
+            read, made = made, read  # a convolution's gradient: input and output swap
         if len(read) != len(weight) or len(made) != len(weight):
             return 0
         channels = weight[0] * weight[1]
@@ -87,7 +86,7 @@ def _of_node(
 def _taps(
     node: onnx.NodeProto, kernel: tuple[int, ...], read: tuple[int, ...], made: tuple[int, ...]
 ) -> list[int]:
-    """Return how many pairs of a position made and a weight of the kernel read no padding, by dimension."""
+    """Return, by dimension, how many pairs of an output position and a kernel weight read no padding."""
     given = {a.name: list(a.ints) for a in node.attribute}
     if any(a.name == "auto_pad" and a.s not in (b"", b"NOTSET") for a in node.attribute):
         return [0]

@@ -17,7 +17,7 @@ from smcp_fx.errors import MachineBusyError
 LEAST_SHARE = 0.5
 #: How long a look takes: many times longer than a scheduler's time slice. Chosen, not measured.
 _LOOK_S = 0.2
-#: How long to wait for others' work to end, with a look every so many seconds. Chosen, not measured.
+#: How long to wait for others' work to end, and the seconds between two looks. Chosen, not measured.
 _PATIENCE_S, _EVERY_S = 20.0, 1.0
 
 

@@ -35,7 +35,7 @@ class _TooManyError(Exception):
 
 @dataclass(frozen=True)
 class _Step:
-    """One variable to assign, those that later steps need, and the loosened sums it completes."""
+    """One variable to assign, the variables that later steps need, and the loosened sums it completes."""
 
     step: Minimisation | Definition
     bucket: list[Array]

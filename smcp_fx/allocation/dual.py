@@ -70,7 +70,7 @@ class Relaxation:
 
 
 def secant(relaxation: Relaxation, cheapest: Ints, most: Ints, costs: tuple[float, float]) -> CoupledDual:
-    """Minimise the bound over the multiplier, no sum being loose.
+    """Minimise the bound over the multiplier, without loosened sums.
 
     ``cheapest`` is a point of least cost (within the budget), ``most`` one of greatest value (beyond it);
     ``costs`` are theirs.

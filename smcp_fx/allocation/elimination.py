@@ -1,7 +1,7 @@
 """Minimise a sum of tables exactly by eliminating one variable after another.
 
 An `EliminationOrder` (see `planning`) fixes the order for a problem. Its `minimise` takes any unary costs: a forward
-sweep over the variables finds the least value, a backward sweep where it lies.
+sweep over the variables finds the least value, and a backward sweep finds its position.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class Minimisation:
 
 @dataclass(frozen=True)
 class Minimum:
-    """A minimiser, as grid positions of the plan's variables (-1: not needed), and what led to it.
+    """A minimiser, as grid positions of the plan's variables (-1: not needed), and the tables behind it.
 
     ``buckets[n]`` holds step n's aligned factors; a variable's cost, given the positions of its scope, is
     their sum.

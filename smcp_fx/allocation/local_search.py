@@ -12,7 +12,7 @@ from smcp_fx.allocation.problem import Array, CoupledProblem, Ints
 
 
 class Moves:
-    """Prices of all single changes around a choice (one option index a group)."""
+    """Prices of all single changes around a choice (one option index per group)."""
 
     def __init__(self, problem: CoupledProblem, values: list[Array]) -> None:
         variables, groups = problem.variables, len(problem.groups)
@@ -58,7 +58,7 @@ class Moves:
         self.entry_shift = self.shift[self.entry_axes]
 
     def cost(self, choice: Ints) -> float:
-        """Return T at a choice, exactly as the tables have it."""
+        """Return T at a choice, exactly as in the tables."""
         at = self.form @ self.channels[self.starts[:-1] + choice]
         first, second = self.positions[(self.shift[self.axes] + at[self.axes]).T]
         return self.constant + float(self.flat[self.base + first * self.stride + second].sum())
@@ -68,7 +68,7 @@ class Moves:
         return float(self.values[self.starts[:-1] + choice].sum())
 
     def deltas(self, choice: Ints) -> tuple[Array, Array]:
-        """Return the changes of T and V for each option of each group, all other groups as they are."""
+        """Return the changes of T and V for each option of each group, all other groups unchanged."""
         current = self.starts[:-1] + choice
         now = self.channels[current]
         step = (self.channels - now[self.group])[self.entry_option]

@@ -15,7 +15,7 @@ from smcp_fx.allocation.problem import Array, CoupledProblem, Ints
 from smcp_fx.cost_model import NetworkCost
 from smcp_fx.errors import InputError
 
-#: Capacities that are tried.
+#: The number of capacities to try.
 _TRIALS = 13
 
 
@@ -60,8 +60,8 @@ def paper_choice(
 ) -> Ints:
     """Return the optimal choice of the linearised problem.
 
-    Its capacity is wrong where neighbours move far: no choice fits, or one that costs more than the budget. Then the
-    capacity is the largest found at which the true cost is within the budget; without one, the cheapest is taken.
+    If neighbours move far, its capacity is wrong: no choice fits, or the choice costs more than the budget.
+    Then the largest capacity found whose choice is within the budget counts; else the cheapest choice.
     """
     # imported here: only this method needs the knapsack solver and torch
     from smcp_fx.knapsack import solve_knapsack

@@ -1,4 +1,4 @@
-"""The order of elimination: always the variable with the smallest product of domains next.
+"""The order of elimination: the variable with the smallest product of domains goes next.
 
 A sum is replaced by its two parts (a long sum by a chain of sums, so that nested concats share their running sums).
 If the tables would outgrow the limit, a sum is loosened instead: it becomes a free variable, tied to its parts by a
@@ -119,7 +119,7 @@ class _Planner:
         return self._size(tuple(union)) if union else 0
 
     def substitute(self, total: int) -> None:
-        """Replace a sum by its parts in every factor that has it."""
+        """Replace a sum by its parts in every factor that it indexes."""
         definition = self.definitions[total]
         for factor in sorted(self.used[total]):
             scope = self.scopes[factor]
@@ -137,7 +137,7 @@ class _Planner:
         self.steps.append(definition)
 
     def _cells(self, scope: Scope, new: Scope, definition: Definition) -> NDArray[np.intp]:
-        """Return where in a factor over ``scope``, flattened, each cell over ``new`` comes from."""
+        """Return, for each cell over ``new``, its flat index in the factor over ``scope``."""
         index = dict(zip(new, np.ogrid[tuple(slice(len(self.grids[v])) for v in new)], strict=True))
         index[definition.total] = definition.positions[tuple(index[v] for v in definition.parts)]
         cells = np.zeros((1,) * len(new), np.intp)
@@ -146,7 +146,7 @@ class _Planner:
         return np.broadcast_to(cells, [len(self.grids[v]) for v in new])
 
     def minimise(self, variable: int) -> None:
-        """Minimise a variable out of the factors that have it."""
+        """Minimise a variable out of the factors that it indexes."""
         factors = tuple(sorted(self.used[variable]))
         scopes = [self.scopes[f] for f in factors]
         order = (variable, *sorted({v for scope in scopes for v in scope} - {variable}))

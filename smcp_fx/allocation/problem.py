@@ -1,7 +1,7 @@
 """A `NetworkCost` as tables: one per pair of widths instead of one callable per layer.
 
-A *variable* is what indexes a table's axis: a group's count, or the sum of several groups' channels where
-they are concatenated. Widths that differ by a constant or a factor (a flatten in front of a linear layer)
+A *variable* indexes an axis of a table: it is a group's count, or the sum of several groups' channels if
+these are concatenated. Widths that differ by a constant or a factor (a flatten in front of a linear layer)
 share their variable, and layers with the same pair of variables share one table.
 """
 
@@ -174,7 +174,7 @@ def _evaluate(term: CostTerm, axes: list[Ints]) -> Array:
 
 
 def value_arrays(problem: CoupledProblem, values: Mapping[str, object]) -> list[Array]:
-    """Return the values as one array a group.
+    """Return the values as one array per group.
 
     Raises:
         InputError: a group is missing or unknown, or its values are not a finite number per permitted count.

@@ -9,7 +9,7 @@ import numpy as np
 
 from smcp_fx.allocation.problem import Array
 
-#: Of what choices differ by at most, the share that a gap is measured against at least. Chosen, not measured.
+#: A gap is measured against at least this share of the most that choices can differ by. Chosen, not measured.
 _LEAST = 1e-6
 
 
@@ -31,8 +31,8 @@ class Allocation:
 
 
 def gap_unit(bound: float, values: Iterable[Array]) -> float:
-    """Return what a gap is a share of: the bound or, where that is next to nothing, 1e-6 of what is at stake.
+    """Return the unit of gaps: the bound or, if that is next to nothing, 1e-6 of the values' total range.
 
-    Values may be losses, and the best choice lose nothing: then any gap is large beside the bound.
+    Values may be losses, and the best choice may lose nothing: then any gap is large beside the bound.
     """
     return max(abs(bound), _LEAST * float(sum(np.ptp(value) for value in values)))

@@ -24,7 +24,7 @@ from smcp_fx.errors import InfeasibleBudgetError, InputError
 #: A cost may exceed the budget by this share, to allow for rounding in a sum of prices.
 BUDGET_TOLERANCE = 5e-10
 
-#: A group and the last option of its lower half; None where there is nothing to halve.
+#: A group and the last option of its lower half; None if there is nothing to halve.
 Split = tuple[int, int] | None
 
 #: How many of the dual's points are polished. Chosen, not measured.
@@ -178,7 +178,7 @@ def node_choice(
 def _require_reachable(
     problem: CoupledProblem, values: list[Array], budget: float, cap: float, unit: str
 ) -> None:
-    """Raise `InfeasibleBudgetError` where the smallest counts cost too much, and no step from them costs less."""
+    """Raise `InfeasibleBudgetError` if the smallest counts and all steps from them cost too much."""
     moves = Moves(problem, values)
     smallest = moves.cost(descend(moves, np.zeros(len(values), np.int64)))
     if smallest > cap:

@@ -26,7 +26,7 @@ from smcp_fx.tracing.recurrent import recurrent, recurrent_weight
 from smcp_fx.tracing.tracer import Traced
 from smcp_fx.tracing.values import TensorInfo
 
-#: Operations that begin a block and take others in, and those that are taken in.
+#: Operations that begin a block and absorb others, and those that are absorbed.
 _ANCHORS = {f"conv{kind}{rank}d" for kind in ("", "transpose") for rank in (1, 2, 3)} | {"linear"}
 _FOLLOWERS = set(
     """
@@ -39,8 +39,8 @@ hardsigmoid hardswish silu gelu elu tanh prelu
 def cut(traced: Traced, channels: ChannelGraph) -> list[FusedBlock]:
     """Cut a traced network, as it runs in eval mode, into blocks.
 
-    Every operation on tensors is in exactly one, but for those that follow from parameters alone (computed weights,
-    expanded tokens): engines compute these when they load the network, so each block that reads one has it inside.
+    Every operation on tensors is in exactly one block, except operations on parameters alone (computed
+    weights, expanded tokens): engines compute these on loading, so each block that reads one contains it.
     """
     graph = _with_single_inputs(evaluated_graph(traced.module.graph), traced)
     traced = replace(traced, module=fx.GraphModule(traced.module, graph))
@@ -64,7 +64,7 @@ def cut(traced: Traced, channels: ChannelGraph) -> list[FusedBlock]:
 
 
 def _with_single_inputs(graph: fx.Graph, traced: Traced) -> fx.Graph:
-    """The graph with an input for each tensor that it takes out of a list, tuple or dict of them."""
+    """Return the graph with an input for each tensor that it takes out of an input list, tuple or dict."""
     made, parts, copied = fx.Graph(), set[fx.Node](), dict[fx.Node, fx.Node]()
     for node in graph.nodes:
         single = isinstance(traced.values.get(node.name), TensorInfo)
@@ -77,13 +77,13 @@ def _with_single_inputs(graph: fx.Graph, traced: Traced) -> fx.Graph:
                 continue
         copied[node] = made.node_copy(node, copied.__getitem__)
     for part in reversed([copied[node] for node in graph.nodes if node in parts]):
-        if part.op != "placeholder" and not part.users:  # a dict in a dict, say, is no operation
+        if part.op != "placeholder" and not part.users:  # for instance a dict in a dict
             made.erase_node(part)
     return with_branches(made) if parts else graph
 
 
 def _fused(traced: Traced, channels: ChannelGraph, dynamic: set[fx.Node]) -> list[list[fx.Node]]:
-    """Return which nodes run as one, block by block."""
+    """Return the nodes that run as one, block by block."""
     blocks: list[list[fx.Node]] = []
     home: dict[fx.Node, int] = {}
     trail = channels.trail
@@ -92,8 +92,8 @@ def _fused(traced: Traced, channels: ChannelGraph, dynamic: set[fx.Node]) -> lis
         if not computes(traced, node) or node not in dynamic or node.target is recurrent_weight:
             continue
         operation = operation_of(traced.module, node)
-        # What reads a matrix of channels by channels, as a mixture of kernels is, or a tensor inside a shuffle, runs
-        # with what made it: a block's inputs have one dimension of channels.
+        # The reader of a matrix of channels by channels (such as a mixture of kernels), or of a tensor inside
+        # a shuffle, joins its maker's block: a block's inputs have one dimension of channels.
         matrices = [source for source in node.all_input_nodes if source in home and source.name in crossed]
         target = home[matrices[0]] if matrices else None
         for other in {home[source] for source in matrices} - {target}:
@@ -123,7 +123,7 @@ def _fused(traced: Traced, channels: ChannelGraph, dynamic: set[fx.Node]) -> lis
 
 
 def _folds(traced: Traced, channels: ChannelGraph) -> set[str]:
-    """Nodes that write the images of a batch as one, for a convolution of each by a weight of its own."""
+    """Return the nodes that fold a batch into one image, to convolve each image with its own weight."""
     names: set[str] = set()
     for use in traced.module.graph.nodes:
         weight = weight_and_bias(use)[0] if is_layer(use) else None
@@ -141,7 +141,7 @@ def _joins(traced: Traced, block: list[fx.Node], operation: str | None) -> bool:
     if all(name in MOVES for name in operations):
         return operation in MOVES or operation == "linear"
     if operations[0] == "cat":
-        # What follows reads the layout that the concatenation writes, which depends on its inputs' widths.
+        # The followers read the layout that the concatenation writes, which depends on its inputs' widths.
         return operation in _FOLLOWERS - {"add", "mul"}
     return operation in _FOLLOWERS and (operations[0] in _ANCHORS | _FOLLOWERS or "linear" in operations)
 

@@ -1,4 +1,4 @@
-"""How the tensors that a block reads are written, which affects what reading them costs.
+"""How the tensors that a block reads are written, which affects the cost of reading them.
 
 On CPUs, runtimes store the results of convolutions in blocks of channels, one vector wide, and fuse some activations
 into convolutions. Operations that move channels (concatenation, split, shuffle) or scale them one by one (a gate)
@@ -79,7 +79,7 @@ def gated(traced: Traced, how: dict[fx.Node, str]) -> dict[fx.Node, fx.Node]:
 
 
 def _read(traced: Traced, node: fx.Node) -> list[fx.Node]:
-    """Return the four-axis tensors that a node reads, without parameters, which are folded into what they scale."""
+    """Return the four-axis tensors that a node reads, without parameters, which engines fold."""
     return [
         source
         for source in node.all_input_nodes

@@ -1,4 +1,4 @@
-"""One block of one network, and how it is built at any width."""
+"""One block of one network, and how to build it at any width."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class FusedBlock:
     read_before: tuple[int, ...] = ()
     fed_by: tuple[str, ...] = ()
     written: tuple[tuple[Width, float], ...] = ()
-    alone: bool = True  # are ``channels`` of the block alone, or those of the network?
+    alone: bool = True  # whether ``channels`` are the block's alone, not the network's
 
     def build(self, widths: tuple[int, ...]) -> tuple[nn.Module, tuple[Tensor, ...]]:
         """Return the block at these widths in eval mode, its weights random, and example inputs, all on the CPU."""
@@ -74,7 +74,7 @@ class FusedBlock:
         if absent:
             take_out(module, absent, self.name)
         for one in (FoldComputedWeights(), SliceChannels(self.channels, keep), RestoreRecurrentLayers()):
-            one(module, recompile=False)  # `load` does
+            one(module, recompile=False)  # `load` recompiles it
         with torch.no_grad():
             for tensor in [*module.parameters(), *module.buffers()]:
                 if tensor.is_floating_point():

@@ -1,4 +1,4 @@
-"""What follows from parameters or sizes alone: engines compute it when they load a network."""
+"""Values that follow from parameters or sizes alone: engines compute them when they load a network."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ _OF_SIZES = frozenset("newempty newfull newones newzeros emptylike fulllike ones
 
 
 def holds_tensors(traced: Traced, node: fx.Node) -> bool:
-    """Whether a node gives tensors, or several things with tensors among them."""
+    """Whether a node returns a tensor, or a collection with tensors in it."""
     return any(isinstance(v, TensorInfo) for v in pytree.tree_leaves(traced.values.get(node.name)))
 
 
 def computes(traced: Traced, node: fx.Node) -> bool:
-    """Whether a node is an operation that gives tensors."""
+    """Whether a node is an operation that returns tensors."""
     return node.op in ("call_function", "call_method", "call_module") and holds_tensors(traced, node)
 
 
 def reached(traced: Traced, channels: ChannelGraph) -> set[fx.Node]:
-    """Return the nodes whose tensors depend on the values of an input. Sizes do not: files have fixed ones."""
+    """Return the nodes whose tensors depend on the values of an input. Sizes do not: files fix them."""
     nodes: set[fx.Node] = set()
     for node in traced.module.graph.nodes:
         follows = bool(nodes & set(node.all_input_nodes)) and not _of_sizes(traced, channels, node)
@@ -40,7 +40,7 @@ def reached(traced: Traced, channels: ChannelGraph) -> set[fx.Node]:
 
 
 def _of_sizes(traced: Traced, channels: ChannelGraph, node: fx.Node) -> bool:
-    """Whether only sizes are read, for a result without channels (one with channels follows its source's)."""
+    """Whether a node reads sizes only and returns no channels (a result with channels follows its source)."""
     if operation_of(traced.module, node) not in _OF_SIZES:
         return False
     labels = channels.trail.labels.get(node.name)
@@ -48,7 +48,7 @@ def _of_sizes(traced: Traced, channels: ChannelGraph, node: fx.Node) -> bool:
 
 
 def loaded(traced: Traced, nodes: list[fx.Node], reached: Collection[fx.Node]) -> list[fx.Node]:
-    """Return what these nodes read that depends on no input, in the order it is computed."""
+    """Return the nodes that these nodes read and that depend on no input, in order."""
     sources: set[fx.Node] = set()
     waiting = list(nodes)
     while waiting:
@@ -61,9 +61,9 @@ def loaded(traced: Traced, nodes: list[fx.Node], reached: Collection[fx.Node]) -
 
 @torch.no_grad()
 def load(module: fx.GraphModule, sliced: Sliced) -> None:
-    """Compute what depends on no input of a block, as an engine does, and keep the values as buffers, in place.
+    """Compute a block's values that depend on no input, as an engine does; keep them as buffers, in place.
 
-    A block has the network's sizes as numbers: of what these make too wide, the kept channels are taken.
+    A block has the network's sizes as numbers. If these make a value too wide, only its kept channels stay.
     """
     labels = sliced.channels.trail.labels
     values: dict[fx.Node, Tensor] = {}
@@ -78,7 +78,7 @@ def load(module: fx.GraphModule, sliced: Sliced) -> None:
             values[node] = interpreter.env[node]
     for node, value in values.items():
         if all(user in interpreter.env for user in node.users):
-            continue  # read on the way only
+            continue  # only an intermediate value
         name = f"loaded_{node.name}"
         kept = sliced.axis(labels[node.name]) if isinstance(labels.get(node.name), Tensor) else None
         if kept is not None and value.shape[kept[0]] > kept[1].numel():

@@ -55,8 +55,8 @@ def make_block(
     """Return the block of these nodes.
 
     ``converted``: nodes whose tensors another block has converted into a plain layout; ``how``: how each tensor is
-    written (`blocks.feeding.how_written`); ``before``: what they read that depends on no input; ``tried``: why blocks
-    cannot be built narrower, by signature, for those that were tried.
+    written (`blocks.feeding.how_written`); ``before``: the nodes that they read and that depend on no input;
+    ``tried``: for each signature tried so far, why its block cannot be built narrower ("" if it can).
     """
     paths = [str(node.target) for node in nodes if node.op == "call_module"]
     border = _Border.of(traced, channels, nodes, set(before))
@@ -94,8 +94,8 @@ def make_block(
         )
 
     alone = of(_own_channels(module, values, channels, border.axes))
-    # Where the block alone does not show which channels meet or stay (zeros that are filled elsewhere, a channel that
-    # is picked by its number), they go as in the network.
+    # The block alone may not show which channels meet or must stay (zeros filled elsewhere, a channel picked
+    # by its number). Then the network decides.
     shown = all(_axis(alone.channels, node.name) == _axis(channels, node.name) for node in every)
     shown &= all(in_units(line, grid) for line, grid in zip(alone.lines, alone.grids, strict=True))
     if shown and _USUAL.issuperset(operation_of(traced.module, node) for node in nodes):
@@ -122,7 +122,7 @@ def _fault(block: FusedBlock, tried: dict[str, str]) -> str:
                 module, inputs = block.build(tuple(grid[int(share * len(grid))] for grid in block.grids))
                 with torch.no_grad(), warnings.catch_warnings(), contextlib.redirect_stderr(io.StringIO()):
                     warnings.simplefilter("ignore")
-                    module(*inputs)  # fx prints what fails
+                    module(*inputs)  # fx prints the failing call
             except Exception as error:  # whatever the network's own operations raise
                 tried[block.signature] = str(error)
     return tried[block.signature]
@@ -164,12 +164,12 @@ class _Border:
 
 
 def _reads(channels: ChannelGraph, node: fx.Node, user: fx.Node) -> bool:
-    """Does a node of another block read the values? Of what computes a weight only sizes are asked."""
+    """Does a reader outside the block need the values? A question about a computed weight needs none."""
     return node.name not in channels.trail.mixed or not is_question(user)
 
 
 def _mixed_by(channels: ChannelGraph, nodes: list[fx.Node]) -> set[str]:
-    """What kernels are mixed or made by: it stays whole, as a block has one width of what it reads."""
+    """Return the tensors that mix or generate kernels: they stay whole, as a block has one input width."""
     by_name, mixed = {node.name: node for node in nodes}, channels.trail.mixed
     mixes = (mix for mix in channels.trail.mixes if mix.node in by_name and mix.node in mixed)
     return {str(by_name[mix.node].args[mix.operand]) for mix in mixes} - mixed.keys()
@@ -204,8 +204,8 @@ def _free_widths(
 class _BlockPropagation(Propagation):
     """Labels for a block on its own: its inputs' channels are free, and its outputs pin nothing.
 
-    ``network``: if given, channels of one of its units stay together. ``turned``, ``stacks``, ``beside``: as in
-    `Trail`, of the network.
+    ``network``: if given, channels of one of its units stay together. ``turned``, ``stacks``, ``beside``: the
+    network's, as in `Trail`.
     """
 
     def __init__(

@@ -50,7 +50,7 @@ class Block(Protocol):
 
 @dataclass(frozen=True)
 class _Widened:
-    """The largest of several blocks of one signature, on the grids of all of them."""
+    """The largest of several blocks of one signature, on their united grids."""
 
     largest: Block
     grids: Grids

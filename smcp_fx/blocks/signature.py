@@ -1,4 +1,4 @@
-"""What identifies a block in a latency table: everything but its widths."""
+"""The signature that identifies a block in a latency table: everything but its widths."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def signature(
 
 
 def _kernel(traced: Traced, channels: ChannelGraph, node: fx.Node) -> list[int]:
-    """What a weight that is no module's holds beside its channels: a convolution's kernel, a stack's matrices."""
+    """Return a functional weight's sizes beside its channels: a convolution's kernel, a stack's matrices."""
     if is_layer(node):
         weight = weight_of(node)
         return [] if weight is None else list(traced.values[weight.name].shape[2:])
@@ -102,7 +102,7 @@ def _kernel(traced: Traced, channels: ChannelGraph, node: fx.Node) -> list[int]:
 
 
 def _whole_groups(channels: ChannelGraph, node: str, operation: str) -> list[int]:
-    """The channels of a group, where whole groups go: widths alone do not tell how many there are then."""
+    """Return the channels per group if whole groups go, as widths do not tell the number of groups."""
     trail = channels.trail
     if operation == "groupnorm" and node in trail.grouped:
         groups, labels = trail.grouped[node]
@@ -112,7 +112,7 @@ def _whole_groups(channels: ChannelGraph, node: str, operation: str) -> list[int
 
 
 def _fields(module: nn.Module, whole: bool = False) -> dict[str, str]:
-    """``whole``: whole groups go, so that their number is a width."""
+    """Return a module's identifying fields. ``whole``: whole groups go, so that their number is a width."""
     fields = {"class": type(module).__name__}
     depthwise = getattr(module, "groups", 1) == getattr(module, "in_channels", 0)
     groups = "depthwise" if depthwise else "a width" if whole else None

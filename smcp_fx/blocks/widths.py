@@ -57,9 +57,9 @@ def in_units(line: Tensor, widths: Sequence[int]) -> bool:
 
 
 def thin_groups(lines: Sequence[Tensor], widths: Sequence[int], keep: Tensor, channels: ChannelGraph) -> None:
-    """Keep ``widths`` slots along lines of a network's units, as counts of its groups; what has no choice stays.
+    """Keep ``widths`` slots along lines of a network's units, as counts of its groups; fixed units stay.
 
-    Widths that exclude each other, as both lines have channels of one group, are met as nearly as can be.
+    If the widths exclude each other (both lines have channels of one group), the nearest ones are kept.
     """
     counts: dict[int, int] = {}
     for line, width in zip(lines, widths, strict=True):
@@ -78,7 +78,7 @@ def thin_groups(lines: Sequence[Tensor], widths: Sequence[int], keep: Tensor, ch
 def _counts(
     parts: Mapping[int, int], groups: Sequence[Group], width: int, fixed: Mapping[int, int]
 ) -> dict[int, int]:
-    """Return permitted counts of groups that make up a width, or come next to it, in the most equal shares.
+    """Return permitted counts of groups that sum to a width, or come closest, in the most equal shares.
 
     ``parts``: slots of one unit, by group; ``fixed``: counts that are chosen already.
     """

@@ -1,4 +1,4 @@
-"""Making a pruned network good again from data alone, without training."""
+"""Restores a pruned network's accuracy from data alone, without training."""
 
 from smcp_fx.calibration.batch_norms import recalibrate
 from smcp_fx.calibration.candidates import solve_best

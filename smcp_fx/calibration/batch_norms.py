@@ -1,4 +1,4 @@
-"""Estimates the running statistics of batch norms again, from data."""
+"""Re-estimates the running statistics of batch norms from data."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ _SIGNATURES = {norm: inspect.signature(norm) for norm in (F.batch_norm, batch_no
 
 
 def recalibrate(model: nn.Module, batches: Any) -> None:
-    """Estimate the running statistics of a model's batch norms again, in place.
+    """Re-estimate the running statistics of a model's batch norms, in place.
 
-    Means and variances become those of all the data, as each norm sees it when the norms before it use batch
-    statistics. Dropout and other training behaviour is off meanwhile. Do this after pruning, after training with a
-    small momentum, and after averaging weights.
+    Means and variances become those of all the data that reaches each norm while the norms before it use
+    batch statistics. Dropout and other training behaviour is off meanwhile. Do this after pruning, after
+    training with a small momentum, and after averaging weights.
 
     Args:
         model: any module: plain, prepared or converted, on one device.
-        batches: a tensor, or an iterable (a list, a data loader) of tensors, dicts of keyword inputs, or (inputs,
-            labels), whose labels are ignored. Read once; of a loader without a length, 2 GiB at most.
+        batches: a tensor, or an iterable (a list, a data loader) of tensors, dicts of keyword inputs, or
+            (inputs, labels), whose labels are ignored. Read once; without a length, 2 GiB at most.
 
     Raises `InputError`, and leaves the model as it was, if batches do not fit or are missing, values are not finite,
     or no batch norm has running statistics.
@@ -74,14 +74,14 @@ class Moments:
     def __init__(self) -> None:
         self.count = 0
         self.mean = torch.zeros(())
-        self._squares = torch.zeros(())  # squared distances from the mean, added up
+        self._squares = torch.zeros(())  # sum of squared distances from the mean
 
     def add(self, x: Tensor) -> None:
         """Add a tensor [N, channels, ...]."""
         if x.dtype in (torch.float16, torch.bfloat16):
             x = x.float()
         rows, count = x.flatten(2) if x.dim() > 2 else x.unsqueeze(2), x.numel() // x.shape[1]
-        # Along rows, twice: ten times as fast as `var_mean` over several dimensions.
+        # Two passes along rows are ten times as fast as `var_mean` over several dimensions.
         mean = rows.sum(-1).double().sum(0) / count
         squares = torch.linalg.vector_norm(rows - mean.to(x).unsqueeze(1), dim=-1).double().square().sum(0)
         if not self.count:
@@ -99,7 +99,7 @@ class Moments:
 
 
 class _Watch(TorchFunctionMode):
-    """Lets batch norms normalise by the batch, and notes what reaches each one's running statistics."""
+    """Makes batch norms normalise by the batch, and gathers the moments of each one's inputs."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -116,7 +116,7 @@ class _Watch(TorchFunctionMode):
         mean, variance, x = named["running_mean"], named["running_var"], named["input"]
         if not isinstance(mean, Tensor):
             return func(*args, **kwargs)
-        if "mask" in named:  # channels that lie among the positions
+        if "mask" in named:  # some positions are pruned channels
             mask = named["mask"]
             dim = max(range(mask.dim()), key=lambda d: mask.shape[d])
             x = x.index_select(dim, mask.flatten().nonzero().flatten())

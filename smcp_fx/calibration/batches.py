@@ -1,8 +1,8 @@
-"""What a batch of calibration data may be, and running a model on one.
+"""The forms that a batch of calibration data may take, and running a model on one.
 
-A batch is a tensor, a dict of keyword inputs, or a pair ``(inputs, labels)`` as data loaders give it. The inputs of a
-pair are a tensor, a dict, or a tuple of several positional inputs; its labels may be None. A list or tuple of one
-element holds the inputs alone. A model whose one argument is a list, a named tuple or a dict gets the inputs as such.
+A batch is a tensor, a dict of keyword inputs, or a pair ``(inputs, labels)`` from a data loader. The inputs
+of a pair are a tensor, a dict, or a tuple of positional inputs; its labels may be None. A list or tuple of
+one element holds the inputs alone. A model that takes one list, named tuple or dict gets the inputs as such.
 """
 
 from __future__ import annotations
@@ -43,15 +43,15 @@ class Batch:
 
     @property
     def nbytes(self) -> int:
-        """What its tensors take, in bytes."""
+        """The bytes that its tensors take."""
         return sum(leaf.nbytes for leaf in pytree.tree_leaves(self._parts()) if isinstance(leaf, Tensor))
 
     def to(self, device: torch.device) -> Batch:
-        """The batch with its tensors there."""
+        """Return the batch with its tensors on ``device``."""
         return Batch(self.number, *pytree.tree_map(lambda v: _moved(v, device), self._parts()))
 
     def for_model(self, model: nn.Module) -> Batch:
-        """The batch as forward takes it: as one list or dict, if one argument holds all inputs."""
+        """Return the batch as ``forward`` takes it: as one list or dict, if one argument holds all inputs."""
         parameters = parameters_of(model)
         kinds = {parameter.kind for parameter in parameters}
         places = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
@@ -67,7 +67,7 @@ class Batch:
             and places[1].default is not inspect.Parameter.empty
             and not isinstance(model, fx.GraphModule)
         ):
-            fits = _runs(model, self.args)  # the second may be an option, and the first a list
+            fits = _runs(model, self.args)  # the second may be an option, the first a list of inputs
         whole = self.args if hasattr(self.args, "_fields") else [*self.args]
         return self if fits else replace(self, args=(whole,))
 
@@ -81,10 +81,10 @@ class Batch:
 
 
 def each_batch(batches: Any) -> Iterator[Batch]:
-    """Go through batches once. A tensor or a dict counts as one batch; a `Batch` stays as it is.
+    """Iterate over batches once. A tensor or a dict counts as one batch; a `Batch` stays as it is.
 
-    Raises `InputError` for anything else, and where batches without a length (iterators aside) hold more than 2 GiB:
-    they may never end.
+    Raises `InputError` for anything else, and for batches without a length (iterators aside) of more than 2
+    GiB: they may never end.
     """
     if isinstance(batches, (Tensor, dict)):
         batches = [batches]
@@ -109,9 +109,9 @@ def each_batch(batches: Any) -> Iterator[Batch]:
 
 
 def again(batches: Any) -> Any:
-    """The same batches, to be gone through more than once.
+    """Return the batches in a form that can be iterated over more than once.
 
-    A generator, or the like, is read into a list; raises `InputError` where that takes more than 2 GiB.
+    Reads an iterator, such as a generator, into a list; raises `InputError` if that takes more than 2 GiB.
     """
     if not isinstance(batches, Iterator):
         return batches
@@ -128,7 +128,7 @@ def again(batches: Any) -> Any:
 
 
 def number_of(batches: Any) -> int:
-    """Return how many there are, without going through them where they know it."""
+    """Return the number of batches; iterates over them only if they have no length."""
     if isinstance(batches, (Tensor, dict)):
         return 1
     length = _length(batches)  # a loader of an iterable data set has none
@@ -143,7 +143,7 @@ def _length(batches: Any) -> int | None:
 
 
 def run_batch(model: nn.Module, batch: Batch) -> Any:
-    """Call the model; raises `InputError`, naming the batch, where it does not take it."""
+    """Call the model; raises `InputError`, naming the batch, if the model does not take it."""
     try:
         batch = batch.for_model(model)
         return model(*batch.args, **batch.kwargs)
@@ -154,7 +154,7 @@ def run_batch(model: nn.Module, batch: Batch) -> Any:
 
 
 def entering(model: nn.Module, joined: Joined | None, batch: Batch) -> Batch:
-    """The batch as the model's graph takes it: for a model traced in regions, the tensors that Python passes."""
+    """Return the batch as the model's graph takes it: with regions, the tensors that Python passes them."""
     batch = batch.for_model(model)
     if joined is None:
         return batch
@@ -167,7 +167,7 @@ def entering(model: nn.Module, joined: Joined | None, batch: Batch) -> Batch:
 
 
 def refused(model: nn.Module, batch: Batch, error: Exception) -> InputError:
-    """The error to raise where a model does not take a batch."""
+    """Return the error to raise if a model does not take a batch."""
     return InputError(f"{batch} does not go through {type(model).__name__}: {first_line(error)}")
 
 
@@ -182,7 +182,7 @@ def require_finite_gradients(batch: Batch, values: Iterable[Tensor]) -> None:
 
 
 def device_of(model: nn.Module) -> torch.device:
-    """Where the model's first tensor is."""
+    """Return the device of the model's first tensor; the CPU if it has none."""
     first = next((t for tensors in (model.parameters(), model.buffers()) for t in tensors), None)
     return torch.device("cpu") if first is None else first.device
 

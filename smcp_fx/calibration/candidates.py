@@ -1,14 +1,14 @@
-"""How far to trust the estimated worth of groups: candidates are repaired, and judged by held-out images.
+"""How far to trust the estimated worth of groups: candidates are repaired, and judged on held-out images.
 
-A rise of the loss is estimated for one group alone, its readers refitted. On some networks that is right within a
-factor of two. On networks that are certain of their answers, it is ten times too large for first layers, whose errors
-later layers make up for once all are repaired. So each group's rise r is drawn, in logarithms, to the rise that makes
-uniform widths the best choice,
+The rise of the loss is estimated for each group alone, with its readers refitted. On some networks the
+estimate is right within a factor of two. On networks that are certain of their answers, it is ten times too
+large for the first layers: later layers make up for their errors once all are repaired. So each group's rise
+r is drawn, in logarithms, towards the rise u that makes uniform widths the best choice,
 
-    r^t u^(1 - t),    u = (1 - s)^2 / s  times what halving the group saves, where a share s is kept,
+    r^t u^(1 - t),    u = (1 - s)^2 / s  times the saving of halving the group, where a share s is kept,
 
-with t = 0, 1/2, 1. Each solution is repaired by half of the batches and half of a repair's rows, and judged by a
-quarter of the batches.
+with t = 0, 1/2, 1. Each solution is repaired on half of the batches, with half of a repair's rows, and judged
+on a quarter of the batches.
 """
 
 from __future__ import annotations
@@ -41,11 +41,11 @@ from smcp_fx.prepare import trained_graph
 from smcp_fx.prepared import PreparedModel, prepared_of
 from smcp_fx.pruning.worth import Floats
 
-#: One image in so many is held out of fits, to judge by. Chosen, not measured.
+#: One image in this many is held out of fits, to judge by. Chosen, not measured.
 FOLD = 4
-#: The exponents t, and the share that a larger one must lower the divergence to. Docs: experiments.md.
+#: The exponents t; a larger t wins if it lowers the divergence to this share. Docs: experiments.md.
 _TRUST, _CLEARLY = (0.0, 0.5, 1.0), 0.9
-#: Rises count as this share of the largest at least, so that a group that seems free is not emptied. Chosen.
+#: Rises count as at least this share of the largest, so that a group that seems free is not emptied. Chosen.
 _LEAST = 1e-9
 
 
@@ -59,16 +59,16 @@ def solve_best(
 ) -> float:
     """Solve for masks with the worths trusted fully, by half or not at all; return the best trust (1, 1/2, 0).
 
-    The chosen rises become the model's own, so that a further solve uses them, too. Solves once if no rises are
-    known, or nothing need go.
+    The chosen rises replace the model's, so that later solves use them, too. Solves once if no rises are
+    known, or if nothing need be pruned.
 
     Args:
-        batches: as for `gather_importance`; fewer than four are judged by what they are repaired with.
+        batches: as for `gather_importance`; fewer than four batches both repair and judge.
         loss: as for `gather_importance`.
         outputs: as for `gather_importance`.
         progress: as for `gather_importance`.
 
-    Raises what `repair` and `Pruner.solve` raise.
+    Raises the errors of `repair` and `Pruner.solve`.
     """
     prepared = prepared_of("solve_best", prepared)
     pruner, state, batches = prepared.pruner, prepared.smcp, again(batches)
@@ -95,7 +95,7 @@ def solve_best(
             best = index
     trust, state.rises, _ = tries[best]
     pruner.solve()
-    del pruner.history[solves:-1]  # those of the tries
+    del pruner.history[solves:-1]  # drop the solves of the tries
     return trust
 
 
@@ -127,9 +127,9 @@ def _same(masks: Mapping[str, Tensor], others: Mapping[str, Tensor]) -> bool:
 
 
 def _parts(batches: Any) -> tuple[list[Batch], list[Batch]]:
-    """Return the batches to fit by and those to judge by; the same ones where there are few.
+    """Return the batches to fit by and those to judge by; the same ones if there are few.
 
-    The lists are kept, since a shuffling loader gives other batches each time.
+    Lists are needed, since a shuffling loader gives other batches each time.
     """
     enough, fitted, held = number_of(batches) >= FOLD, list[Batch](), list[Batch]()
     for batch in each_batch(batches):
@@ -147,9 +147,9 @@ def _distances(
     objective: Objective,
     progress: Progress,
 ) -> list[float]:
-    """Return how far each network's outputs are from the whole one's, the mean over images.
+    """Return each network's distance from the whole one's outputs, the mean over images.
 
-    With the user's loss: its excess over the whole network's.
+    With the user's loss, the distance is the excess over the whole network's loss.
     """
     whole, totals = trained_graph(prepared)[1], [0.0] * len(networks)
     with ExitStack() as stack:

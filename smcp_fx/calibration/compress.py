@@ -33,13 +33,13 @@ def compress(
 ) -> ConvertedModule:
     """Return a smaller model that computes nearly the same, from a trained one and a few hundred images.
 
-    `prepare`, `gather_importance`, `solve_best`, `convert` and `repair` in one; call them yourself to see the result
-    of each. The estimated worths are trusted as far as held-out images confirm them: nearly uniform widths are tried,
-    too (`smcp_fx.calibration.candidates`).
+    Runs `prepare`, `gather_importance`, `solve_best`, `convert` and `repair`; call them yourself to see each
+    result. Estimated worths are trusted as far as held-out images confirm them: nearly uniform widths are
+    tried, too (`smcp_fx.calibration.candidates`).
 
     Args:
         model: trained; it stays as it was.
-        batches: as for `recalibrate`; those that run once are read into memory, 2 GiB at most.
+        batches: as for `recalibrate`; an iterator is read into memory, 2 GiB at most.
         target: as for `prepare`.
         cost: as for `prepare`.
         loss: as for `gather_importance`.
@@ -47,8 +47,8 @@ def compress(
         config: as for `prepare`.
         progress: as for `gather_importance`.
 
-    Raises what these raise: `InputError` for batches that do not fit, `InfeasibleBudgetError` for a target out of
-    reach, `TraceError` for a model that cannot be traced.
+    Raises the errors of these functions: `InputError` for batches that do not fit, `InfeasibleBudgetError`
+    for a target out of reach, `TraceError` for a model that cannot be traced.
     """
     if not isinstance(model, nn.Module):
         raise InputError(f"compress needs an nn.Module, not {type(model).__name__}")

@@ -28,9 +28,9 @@ def consumer_of(module: fx.GraphModule, node: fx.Node) -> Consumer | None:
 
 
 def by_weight(module: fx.GraphModule) -> tuple[list[list[Consumer]], dict[str, str]]:
-    """Return the graph's layers in the order they run, grouped by shared weight, and why others are left out.
+    """Return the graph's layers in run order, grouped by shared weight, and by path why others are left out.
 
-    Left out, by path, are layers whose parameters have other readers, or are read in several ways.
+    A layer is left out if its parameters have other readers, or are read in several ways.
     """
     consumers: dict[int, list[Consumer]] = {}
     for node in module.graph.nodes:
@@ -136,7 +136,7 @@ def _of_function(module: fx.GraphModule, node: fx.Node) -> Consumer | None:
 
 
 def attribute_of(module: nn.Module, node: Any) -> Any:
-    """Return what a `get_attr` node reads; None for other nodes."""
+    """Return the value that a `get_attr` node reads; None for other nodes."""
     return held(module, str(node.target)) if isinstance(node, fx.Node) and node.op == "get_attr" else None
 
 

@@ -1,13 +1,13 @@
 """The rise of the loss when a group is narrowed: the Fisher quadratic form of its readers' changed weights.
 
-Let D be the change of the outputs of all layers that read a group, once its channels are gone and the weights of the
-others fitted again. With g_i the gradients of image i's loss, on labels drawn from the model, the rise is
+Let D be the change of the outputs of all layers that read a group, once channels are gone and the weights of
+the others refitted. Let g_i be the gradients of image i's loss, on labels drawn from the model. The rise is
 
     1/2 mean over images of  (sum over readers, positions, outputs of  D g_i)^2,
 
-the second-order expansion of the Kullback-Leibler divergence (Martens 2020, "New insights and perspectives on the
-natural gradient method", section 9). Unlike the layer-wise sum of squared errors times squared gradients, it counts
-that an output may matter just where its inputs are large, and that errors of many outputs and positions add up.
+the second-order expansion of the Kullback-Leibler divergence (Martens 2020, "New insights and perspectives on
+the natural gradient method", section 9). Unlike the layer-wise sum of squared errors times squared gradients,
+it sees that outputs may matter just where inputs are large, and that errors of outputs and positions add up.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from smcp_fx.calibration.readers import Reader, Run, watching
 
 
 class Curvature:
-    """Gathers over batches the rise of the loss for each refit of each group."""
+    """Gathers the rise of the loss over batches, for each refit of each group."""
 
     def __init__(self, network: nn.Module, refits: Mapping[str, tuple[Refit, ...]]) -> None:
         self._network = network
@@ -39,7 +39,7 @@ class Curvature:
                     self._changes.setdefault(reader, []).append(((group, refit.count), *change))
 
     def add(self, batch: Batch, loss: Callable[[Any], Tensor], counted: Tensor) -> None:
-        """Run the network on a batch forward and backward, and gather; ``counted`` [images] bool: which images."""
+        """Run a batch forward and backward, and gather; ``counted`` [images] bool: the images that count."""
         if not self._changes:
             return
         gradients: dict[tuple[str, int], Tensor] = {}
@@ -51,7 +51,7 @@ class Curvature:
             def heed(gradient: Tensor) -> None:
                 for key, change, offset in self._changes[run.reader]:
                     moved = run.product(change).sub_(run.reader.consumer.along_outputs(offset))
-                    # One sum an image; where the first dimension is not of images, one for the whole batch.
+                    # One sum per image, or one per batch if the first dimension does not hold images.
                     split = batch.images if moved.shape[0] % batch.images == 0 else 1
                     sums = torch.linalg.vecdot(*(v.reshape(split, -1) for v in (moved, gradient))).double()
                     gradients[key] = gradients[key] + sums if key in gradients else sums

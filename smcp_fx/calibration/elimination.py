@@ -1,16 +1,16 @@
-"""The order in which a group's channels go, and its cost: first the channels that the others best replace.
+"""Orders a group's channels for removal, with the cost: the channels that the others replace best go first.
 
-Each layer that reads a group computes y = W x from its inputs. Remove the channels S, and fit the rest of W again, as
-`repair` does. The squared errors of y, weighted by output, then add up to
+Each layer that reads a group computes y = W x from its inputs. Remove the channels S, and refit the rest of
+W, as `repair` does. The squared errors of y, weighted by output, then add up to
 
     sum over outputs of  h w_S' (inverse(G)_SS)^-1 w_S,    G = covariance(x), and some ridge.
 
-Channels are removed one by one, always those of the least error over all layers that read the group; the inverse and
-W are updated exactly. (Optimal brain surgeon, Hassibi & Stork 1993, on whole channels of layer-wise regressions; of
-the kind of OSSCAR, Meng et al. 2024, section 3.) The weight h is half the sum, over an image, of the loss's squared
-gradients by that output. Errors are then rises of the loss (to second order, positions taken as independent, as in
-K-FAC, Martens & Grosse 2015) and comparable between groups. Without gradients, h is 1 / variance(y), which orders
-channels but does not compare groups. Of the data, only sums of products are kept.
+Each step removes the channels of the least error over all layers that read the group, and updates the inverse
+and W exactly. (Optimal brain surgeon, Hassibi & Stork 1993, on whole channels of layer-wise regressions;
+similar to OSSCAR, Meng et al. 2024, section 3.) The weight h is half the sum, over an image, of the loss's
+squared gradients by that output. Errors are then rises of the loss (to second order, positions taken as
+independent, as in K-FAC, Martens & Grosse 2015) and comparable between groups. Without gradients, h is 1 /
+variance(y), which orders channels but does not compare groups. Only sums of products of the data are kept.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ from smcp_fx.calibration.regression import Gram
 from smcp_fx.prepare import trained_graph
 from smcp_fx.prepared import PreparedModel
 
-#: Added to each variance: at least this share of the inputs' mean variance, and so many times the rounding of their
+#: Added to each variance: at least this share of the inputs' mean variance, plus this many roundings of their
 #: mean square. Chosen, not measured.
 _RIDGE, _ROUNDINGS = 1e-3, 16
-#: Larger ridges, tried if that one is too small.
+#: Number of larger ridges to try if that one is too small.
 _TRIES = 12
-#: One in this many of the remaining channels goes at a time, but at least one. Chosen, not measured.
+#: Each step removes one in this many of the remaining channels, but at least one. Chosen, not measured.
 _AT_ONCE = 32
-#: Shares of a group at which its readers' fitted weights are kept.
+#: Shares of a group's channels left at which its readers' fitted weights are recorded.
 STOPS = (0.9, 0.75, 0.5, 0.25)
 
 
@@ -46,7 +46,7 @@ STOPS = (0.9, 0.75, 0.5, 0.25)
 class Refit:
     """A group with ``count`` units left: by reader, the change of its weight [as the weight] and of its mean output.
 
-    The change of the mean output, [outputs], is what the fitted bias (or the batch norm behind) takes away.
+    The fitted bias (or the batch norm behind) removes the change of the mean output, [outputs].
     """
 
     count: int
@@ -55,9 +55,9 @@ class Refit:
 
 @dataclass(frozen=True)
 class Order:
-    """The units of a group in the order they go, [n]; the rise of the loss by number kept, [n + 1].
+    """The units of a group in the order of removal, [n]; the rise of the loss by number kept, [n + 1].
 
-    ``rises`` is None where not all layers that read the group, and their gradients, are known.
+    ``rises`` is None unless all layers that read the group, and their gradients, are known.
     """
 
     units: Tensor
@@ -69,8 +69,8 @@ class Order:
 class _Part:
     """A layer's share in a group: for each unit of ``units`` [n] its ``columns`` [n, b] of the layer's inputs.
 
-    ``inverse`` [groups, d, d] of the covariance, ``weight`` [groups, d, outputs]: both hold zeros at removed units,
-    and are made smaller once a quarter is removed. ``heed`` [groups, 1, outputs]: what squared errors count.
+    ``inverse`` [groups, d, d] of the covariance and ``weight`` [groups, d, outputs] are zero at removed
+    units, and shrink once a quarter is removed. ``heed`` [groups, 1, outputs]: the weights of squared errors.
     """
 
     reader: Reader
@@ -126,7 +126,7 @@ class _Part:
 class Elimination:
     """Gathers the inputs of layers over batches, then orders channels by how dispensable they are.
 
-    ``whole``: a copy of the network as it was last trained, with every unit. ``batches``: how many there will be.
+    ``whole``: a copy of the network as last trained, with every unit. ``batches``: the number to come.
     """
 
     def __init__(self, prepared: PreparedModel, batches: int) -> None:
@@ -139,9 +139,9 @@ class Elimination:
     def add(
         self, batch: Batch, loss: Callable[[Any], Tensor] | None = None, used: Tensor | None = None
     ) -> None:
-        """Run the whole model on a batch, and gather inputs; with a ``loss`` of outputs, its gradients, too.
+        """Run the whole model on a batch and gather inputs; with a ``loss`` of outputs, also its gradients.
 
-        ``used`` [images] bool: whose inputs count, where a layer keeps images apart; all by default.
+        ``used`` [images] bool: the images whose inputs count, in layers that keep them apart; all by default.
         """
         generator = torch.Generator().manual_seed(batch.number)
         gradients: dict[Reader, list[Tensor]] = {}
@@ -160,10 +160,10 @@ class Elimination:
             return
         value = loss(outputs)
         for mine in gradients.values():
-            mine.clear()  # of what the loss itself differentiates
+            mine.clear()  # drop gradients that the loss itself computed
         value.backward()  # type: ignore[no-untyped-call]
         for reader, mine in gradients.items():
-            # None where the loss does not depend on the layer: it belongs to another head.
+            # No gradients arrive if the loss does not depend on the layer, which belongs to another head.
             none = torch.zeros_like(reader.consumer.matrix(reader.consumer.weight)[:, 0])
             total = sum((reader.consumer.squares(g) for g in mine), none) * batch.images**2
             reader.squares = total if reader.squares is None else reader.squares + total
@@ -178,7 +178,7 @@ class Elimination:
         images, positions = reader.consumer.positions(run.y)
         wanted = rows_for(reader.places.numel())
         mine = torch.arange(images)
-        if used is not None and images % used.numel() == 0:  # images are apart: the first dimension is theirs
+        if used is not None and images % used.numel() == 0:  # the first dimension keeps images apart
             mine = used.repeat_interleave(images // used.numel()).nonzero().flatten()
         chosen = some_of(positions, -(-wanted // (self.batches * mine.numel())), generator)
         for inputs, _ in reader.consumer.rows(run.x.detach(), run.y.detach(), mine, chosen):
@@ -186,7 +186,7 @@ class Elimination:
 
     @torch.no_grad()
     def order(self, group: str) -> Order | None:
-        """Return the order in which a group's units go; None if no layer knows."""
+        """Return a group's order of removal; None if no reader with gathered inputs reads it evenly."""
         places = torch.arange(self._state.keep.numel(), device=self._state.keep.device)
         mine = self._state.of_group(places, group)
         readers = [reader for reader in self.readers if _columns(reader, mine) is not None]
@@ -259,7 +259,7 @@ def _part(reader: Reader, mine: Tensor, images: int) -> _Part:
 
 
 def _inverse(covariance: Tensor, rounding: Tensor) -> Tensor:
-    """Return the inverse; with a larger ridge, [groups], if products were rounded more than estimated."""
+    """Return the inverse; add larger ridges, [groups], if products were rounded more than estimated."""
     for _ in range(_TRIES):
         factor, failed = torch.linalg.cholesky_ex(covariance)
         if not bool(failed.any()):
@@ -270,7 +270,7 @@ def _inverse(covariance: Tensor, rounding: Tensor) -> Tensor:
 
 
 def _shrinkage(covariance: Tensor, rows: int) -> Tensor:
-    """Return the ridge for so many rows as a share of the mean variance, [groups].
+    """Return the ridge for this many rows, as a share of the mean variance, [groups].
 
     (Oracle approximating shrinkage: Chen et al. 2010, "Shrinkage algorithms for MMSE covariance estimation", eq. 23,
     for many inputs.)

@@ -1,4 +1,4 @@
-"""Runs a graph node by node over all batches at once, so that layers ahead can be changed by what reaches them."""
+"""Runs a graph node by node over all batches, so that a layer can be fitted to its inputs before it runs."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ T = TypeVar("T")
 class Frontier(ModeInterpreter):
     """A graph in eval mode, and for each batch the values that later nodes will read.
 
-    ``at`` is the place of the next node. No gradients are kept.
+    ``at`` is the index of the next node. No gradients are kept.
     """
 
     def __init__(self, module: fx.GraphModule, batches: Iterable[Batch]) -> None:
@@ -49,9 +49,9 @@ class Frontier(ModeInterpreter):
     def ahead(
         self, index: int, nodes: set[fx.Node], read: Callable[[fx.Node, Values], T]
     ) -> dict[fx.Node, T]:
-        """Return ``read(node, values)`` for each of ``nodes``, with a copy of a batch run that far.
+        """Run a copy of a batch ahead, and return ``read(node, values)`` at each of ``nodes``.
 
-        The batch itself stays where it is.
+        The batch itself does not advance.
         """
         results: dict[fx.Node, T] = {}
         last = max(self._place[node] for node in nodes)
@@ -125,7 +125,7 @@ class Frontier(ModeInterpreter):
 
 
 def _sizes(value: Any) -> dict[tuple[torch.device, int], int]:
-    """The bytes of each memory that a value lies in, by where it is."""
+    """Return the bytes of each storage that a value occupies, by device and address."""
     return {
         (leaf.device, leaf.untyped_storage().data_ptr()): leaf.untyped_storage().nbytes()
         for leaf in pytree.tree_leaves(value)

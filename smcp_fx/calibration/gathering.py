@@ -1,4 +1,4 @@
-"""The worth of channels, from a few hundred images: their order within a group, and the cost of narrowing it."""
+"""Measures the worth of channels on a few hundred images: their order in a group, the cost of narrowing."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from smcp_fx.pruning.worth import Floats
 
 _logger = logging.getLogger(__name__)
 
-#: Shares of the time after which inputs are gathered, and channels ordered; the rest is for rises. Estimates.
+#: Estimated shares of the time by which inputs are gathered, and channels ordered; rises take the rest.
 _SHARES = (0.5, 0.7)
 
 
@@ -50,31 +50,31 @@ def gather_importance(
 ) -> None:
     """Gather the worth of channels from batches, in eval mode, so that ``prepared.pruner.solve()`` can choose.
 
-    The layers that read a group decide the order of its channels: first go those that the others replace best when
-    weights are fitted anew, as by `repair` (`smcp_fx.calibration.elimination`). The group's worth is the rise of the
-    loss, on a quarter of the images that the fits have not seen (`smcp_fx.calibration.curvature`). Where a layer that
-    reads a group cannot be fitted (its weight depends on the images, or it has more than 8,192 inputs an output), the
-    first-order importances of the group's channels stand in, on the scale of the other groups' rises, and the log
-    says so.
+    The layers that read a group decide the order of its channels: the channels that the others replace best
+    after a refit, as by `repair`, go first (`smcp_fx.calibration.elimination`). The group's worth is the rise
+    of the loss on a quarter of the images, held out of the fits (`smcp_fx.calibration.curvature`). If a layer
+    that reads a group cannot be fitted (its weight depends on the images, or it has over 8,192 inputs per
+    output), first-order importances replace the rises, scaled to other groups' rises, and the log says so.
 
-    Memory does not grow with the images, but for those held out (2 GiB at most): 8 bytes for each pair of a layer's
-    inputs (ResNet-50: 0.9 GiB in all).
+    Memory: 8 bytes for each pair of a layer's inputs (ResNet-50: 0.9 GiB in all), plus the held-out images, 2
+    GiB at most. It does not grow with the other images.
 
-    By default the outputs decide the loss (`smcp_fx.calibration.objective`): for class scores and yes or no the cross
-    entropy of the labels or, without labels, of labels drawn from the model's predictions, so that the gradients are
-    those of the Fisher information; for anything else the squared error relative to the outputs' variance, whose
-    Gauss-Newton matrix random signs estimate. A warning says what was taken for what if neither ``outputs`` nor
-    labels decide. Frozen weights count like others. Weights, their gradients and statistics are left as they were.
+    By default the outputs decide the loss (`smcp_fx.calibration.objective`). For class scores and yes or no
+    it is the cross entropy of the labels or, without labels, of labels drawn from the model's predictions;
+    the gradients are then those of the Fisher information. For anything else it is the squared error relative
+    to the outputs' variance; random signs estimate its Gauss-Newton matrix. If neither ``outputs`` nor labels
+    decide, a warning says how each output is read. Frozen weights count like others. Weights, their gradients
+    and statistics do not change.
 
     ``loss(outputs, labels)`` returns a scalar, and replaces this default.
 
-    ``outputs`` says what the model's output is: "classes" ("classes:2": along dimension 2), "binary" (yes or no, each
-    number a score or a probability) or "values"; of nested outputs a dict of those that count by name, such as
-    ``{"boxes": "values", "0.logits": "classes"}``; each counts relative to the best constant answer.
+    ``outputs`` gives the kind of the output: "classes" ("classes:2": along dimension 2), "binary" (yes or no,
+    each number a score or a probability) or "values"; for nested outputs, a dict by name of those that count,
+    such as ``{"boxes": "values", "0.logits": "classes"}``. Each counts relative to the best constant answer.
 
-    ``progress`` is called with the share that is done, 0 to 1, after each batch and each group.
+    ``progress`` is called with the share done, 0 to 1, after each batch and each group.
 
-    Raises `InputError` for batches and losses that do not fit, `TrainingError` where no channel is free.
+    Raises `InputError` for batches and losses that do not fit, `TrainingError` if no channel is free.
     """
     prepared = prepared_of("gather_importance", prepared)
     require_whole(prepared)
@@ -130,7 +130,7 @@ def weigh(
                 held.append((batch, out))
             if not bool(out.all()):
                 batch = batch.to(device)
-                # A third of the fitted batches tell how much each output matters; inputs are gathered from all.
+                # A third of the fitted batches weigh the outputs by gradients; all of them provide inputs.
                 weighs = elimination.batches < FOLD or batch.number % FOLD == 1
                 elimination.add(batch, partial(objective, batch=batch) if weighs else None, ~out)
             gathering(min(batch.number / elimination.batches, 1.0))
@@ -150,20 +150,20 @@ def weigh(
 
 
 def _held_out(batch: Batch, batches: int) -> Tensor:
-    """Return which of a batch's images are held out, [images]: of whole batches where there are enough."""
+    """Return which of a batch's images are held out, [images]; whole batches if there are enough."""
     if batches >= FOLD:
         return torch.full((batch.images,), batch.number % FOLD == 0)
     return torch.arange(batch.images) % FOLD == FOLD - 1
 
 
 def _steps(rises: Floats) -> Tensor:
-    """Return the rise that each channel adds when it goes, in the order they go, [n]; rising strictly."""
+    """Return the rise that removing each channel adds, in the order of removal, [n]; strictly increasing."""
     steps = np.maximum.accumulate(np.maximum(-np.diff(rises)[::-1], 1e-6 * float(rises[0])))
     return torch.from_numpy(steps * (1 + 1e-6 * np.arange(steps.size)))
 
 
 def _all_rises(state: PruningState, rises: dict[str, Floats]) -> dict[str, Floats]:
-    """Add the groups whose rises are not known: first-order importances, scaled to agree where half is kept."""
+    """Fill in unknown rises by first-order importances, scaled to match the known rises at half width."""
     lost = {}
     for name in state.free_masks():
         importances = state.of_group(state.gathered, name).double().cpu().sort().values.numpy()
@@ -177,25 +177,25 @@ def _all_rises(state: PruningState, rises: dict[str, Floats]) -> dict[str, Float
 def first_order(
     prepared: PreparedModel, batches: Any, objective: Objective, progress: Progress | None = None
 ) -> None:
-    """Gather the first-order importances of channels alone; as `gather_importance` otherwise."""
+    """Gather only the first-order importances of channels; otherwise as `gather_importance`."""
     state, importance = (
         prepared.smcp,
         TaylorImportance(prepared.channels, prepared.smcp, prepared.pruner.config.importance),
     )
     device, progressed = device_of(prepared), Stretch(progress)
-    number = 1 if progress is None else number_of(batches)  # which goes through a loader without a length
+    number = 1 if progress is None else number_of(batches)  # iterates over a loader without a length
     before = [(parameter, parameter.grad, parameter.requires_grad) for parameter in prepared.parameters()]
     state.forget()
     try:
         with in_mode(prepared, False), torch.enable_grad():
-            for parameter, _, _ in before:  # also of a model that was frozen to be used
+            for parameter, _, _ in before:  # the model may be frozen for inference
                 parameter.requires_grad_(True)
             for batch in each_batch(batches):
                 prepared.zero_grad(set_to_none=True)
                 batch = batch.to(device)
                 objective(run_batch(prepared, batch), batch).backward()  # type: ignore[no-untyped-call]
                 units = importance(prepared)
-                # The mean over all batches so far; a value that is not finite is an error, not left out.
+                # Average over all batches so far; a value that is not finite raises instead of being skipped.
                 require_finite_gradients(batch, [units])
                 state.gather(
                     units, torch.ones((), dtype=torch.bool, device=units.device), 1 - 1 / batch.number

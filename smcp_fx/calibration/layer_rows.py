@@ -1,7 +1,7 @@
 """Convolutions and linears as products of rows with a matrix, for least-squares regression.
 
-A row holds what one output position reads: for a convolution of ``groups`` groups, [groups, inputs of a group times
-kernel elements]. A transposed convolution is the plain one of its zero-stuffed input with the kernel flipped.
+A row holds the inputs of one output position: for a convolution, [groups, inputs of a group times kernel
+elements]. A transposed convolution counts as a plain one on its zero-stuffed input, with the kernel flipped.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
-#: The most numbers that the rows of one chunk may hold (64 MiB in float64).
+#: Most numbers in the rows of one chunk (64 MiB in float64).
 _CHUNK = 2**23
-#: Output positions that a layer is fitted by, if there are as many: so many for each input, up to a number of
-#: positions, and at least so many for each. Docs: experiments.md.
+#: Output positions that a layer is fitted to, if it has that many: ``_FULL`` for each input, up to
+#: ``_ENOUGH`` in all, but at least ``_LEAST`` for each input. Docs: experiments.md.
 _FULL, _ENOUGH, _LEAST = 100, 20_000, 8
 
 
@@ -41,7 +41,7 @@ class Consumer:
 
     @property
     def form(self) -> tuple[Any, ...]:
-        """Return what uses of one weight must share to form one regression."""
+        """Return the properties that uses of one weight must share to form one regression."""
         return self.rank, self.groups, self.transposed, tuple(self.weight.shape)
 
     def matrix(self, weight: Tensor) -> Tensor:
@@ -68,7 +68,7 @@ class Consumer:
         return y.shape[0], y.numel() // channels // y.shape[0]
 
     def along_outputs(self, value: Tensor) -> Tensor:
-        """Return [outputs] so that it broadcasts against the layer's output."""
+        """Reshape a vector [outputs] to broadcast against the layer's output."""
         return value.reshape(-1, *(1,) * self.rank)
 
     def squares(self, y: Tensor) -> Tensor:
@@ -83,8 +83,8 @@ class Consumer:
     ) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield inputs and outputs of some images at some positions, a chunk of images at a time.
 
-        ``channels``: those of ``y`` that the layer's outputs are, if it has more. Indices lie on the CPU, so that no
-        GPU is waited for. Chunks are [images, positions, groups, inputs] and [images, positions, groups, outputs].
+        ``channels``: the layer's outputs among the channels of ``y``, if not all. Indices on the CPU avoid a
+        wait. Chunks are [images, positions, groups, inputs] and [images, positions, groups, outputs].
         """
         x, y = self._batched(x), self._batched(y)
         columns = self.matrix(self.weight).shape[:2].numel()
@@ -103,7 +103,7 @@ class Consumer:
             )
 
     def _reader(self, x: Tensor, lengths: torch.Size, positions: Tensor) -> Callable[[Tensor], Tensor]:
-        """Return the inputs of some images' outputs at positions, [images, positions, channels, kernel]."""
+        """Return a reader of some images' inputs to positions, [images, positions, channels, kernel]."""
         x, stride, left = self._padded(x, lengths)
         flat = torch.zeros((positions.numel(), 1), dtype=torch.int64)
         inside = torch.ones_like(flat, dtype=torch.bool)
@@ -131,7 +131,7 @@ class Consumer:
         )
 
     def _padded(self, x: Tensor, lengths: torch.Size) -> tuple[Tensor, tuple[int, ...], list[int]]:
-        """Return the input, the stride with which the kernel goes over it, and the zeros that would pad its start."""
+        """Return the input, the kernel's stride over it, and the zeros that would pad its start."""
         kernel, stride, left = self.weight.shape[2:], self.stride, list(self.pads[::2][::-1])
         if self.transposed:
             x = _stuffed(x, stride)
@@ -151,12 +151,12 @@ def _at(values: Tensor, positions: Tensor, images: Tensor) -> Tensor:
 
 
 def rows_for(inputs: int) -> int:
-    """Return how many rows a fit of so many inputs an output takes; it adds inputs / rows to the error."""
+    """Return the rows for a fit with this many inputs per output; the fit adds inputs / rows to the error."""
     return max(_LEAST * inputs, min(_FULL * inputs, _ENOUGH))
 
 
 def some_of(positions: int, number: int, generator: torch.Generator) -> Tensor:
-    """Return so many of the positions, drawn; all of them where there are no more."""
+    """Draw this many positions; return all of them if there are no more."""
     if positions <= number:
         return torch.arange(positions)
     return torch.randperm(positions, generator=generator)[:number]

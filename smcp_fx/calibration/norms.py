@@ -28,7 +28,7 @@ class Normalisation:
 
 
 def norms_of(module: fx.GraphModule) -> list[list[Normalisation]]:
-    """The graph's batch norms in the order they run, those of the same statistics together."""
+    """Return the graph's batch norms in run order, grouped by shared statistics."""
     norms: dict[int, list[Normalisation]] = {}
     for node in module.graph.nodes:
         norm = _norm_of(module, node)

@@ -1,20 +1,20 @@
-"""The loss of a batch's outputs that is differentiated for the worth of channels.
+"""The loss of a batch's outputs; its gradients give the worth of channels.
 
-Without the user's loss it is a random one, whose gradient g has E[g g'] = the curvature of a distance between outputs
-(a batch's images apart), so that half its square is the rise of that distance to second order:
+If the user gives no loss, it is a random one. Its gradient g satisfies E[g g'] = the curvature of a distance
+between outputs (each image apart), so that half its square is the rise of that distance to second order:
 
-- classes and yes or no: cross entropy of labels; of soft ones, p - sqrt(p) e, where there are none, with p what the
-  model predicts and e random signs in the space orthogonal to sqrt(p). Their gradients have the covariance
-  diag(p) - p p' of those of labels drawn from p, but no rare large ones: a class of probability 1e-4 draws 1e-2 each
-  time instead of 1 once in 10,000 images, and of two classes both draw the same. The distance is the Kullback-Leibler
-  divergence, the mean over positions (Fisher information).
+- classes and yes or no: cross entropy of the labels. Without labels, of soft labels p - sqrt(p) e, where p is
+  the prediction and e are random signs orthogonal to sqrt(p). Their gradients have the covariance diag(p) - p
+  p', as with labels drawn from p, but no rare large values: a class of probability 1e-4 draws 1e-2 each time
+  instead of 1 once in 10,000 images; two classes always draw the same amount. The distance is the
+  Kullback-Leibler divergence, the mean over positions (Fisher information).
 - values: the sum of the outputs, each with a random sign, over sqrt(n variance / 2). The distance is the squared
   error relative to the outputs' variance, the mean over the n values of an image (Gauss-Newton matrix by random
   projections, Hutchinson 1990).
 
-The distances of several outputs add up, each relative to that of the best constant answer: for values the variance,
-for classes and yes or no the divergence from the mean prediction. Otherwise a map that is mostly certain would count
-for nothing beside boxes. Gradients of a distance to the model itself would be zero.
+The distances of several outputs add up, each divided by the best constant answer's: the variance for values,
+the divergence from the mean prediction for classes and yes or no. Otherwise a mostly certain map would count
+for nothing beside boxes. The distance itself is no loss: at the model's own outputs its gradients are zero.
 """
 
 from __future__ import annotations
@@ -46,13 +46,14 @@ from smcp_fx.output_kinds import (
 from smcp_fx.pruning.loop_watch import tell
 
 Loss = Callable[[Any, Any], Tensor]
-#: A loss is at its minimum where `cancelled` is below. Measured on ten small networks: at most 1e-5 where labels are
-#: the network's own outputs, 1e-4 after training to convergence, 0.09 and more after usual training.
+#: Below this value of `cancelled`, a loss is at its minimum. Measured on ten small networks: at most 1e-5
+#: with the network's own outputs as labels, 1e-4 after training to convergence, 0.09 or more after usual
+#: training.
 _ROUNDING = 1e-4
-#: The best constant answer counts as so many nats away at least: outputs that hardly change get no huge weights.
-#: Chosen, as that of `spread`.
+#: Least distance of the best constant answer, in nats: outputs that hardly change get no huge weights.
+#: Chosen, like the limit in `spread`.
 _LEAST = 1e-4
-#: The number of no class, as in `torch.nn.functional.cross_entropy`.
+#: The label that means no class, as in `torch.nn.functional.cross_entropy`.
 _NO_CLASS = -100
 
 
@@ -61,9 +62,9 @@ class Objective:
 
     Args:
         model: the prepared model.
-        loss: the user's, of (outputs, labels).
+        loss: the user's function of (outputs, labels).
         outputs: the kinds of outputs, if the user gives them.
-        quiet: does not report the kinds, and does not check the user's loss.
+        quiet: neither report the kinds nor check the user's loss.
     """
 
     def __init__(
@@ -76,14 +77,12 @@ class Objective:
         self._model, self._loss, self._outputs, self._quiet = model, loss, outputs, quiet
         self._readings: dict[str, Reading] | None = None
         self._scales: dict[str, float] = {}
-        self._weights: dict[
-            str, float
-        ] = {}  # of classes and of yes or no, where outputs stand beside each other
+        self._weights: dict[str, float] = {}  # of class and yes-or-no outputs, if there are several outputs
         self._checks = not quiet
 
     @torch.no_grad()
     def drawn(self, outputs: Any, batch: Batch) -> dict[str, Tensor]:
-        """Return soft labels for each output of classes, or of yes and no, drawn around the model's predictions."""
+        """Return soft labels for each class or yes-or-no output, drawn around the model's predictions."""
         labels, tensors = {}, named_tensors(outputs)
         for name, reading in self.read(outputs, batch).items():
             if reading.kind == "values" or name not in tensors:
@@ -125,7 +124,7 @@ class Objective:
             raise InputError(
                 f"the loss of {batch} has no gradient: it must be computed from the outputs, by torch"
             )
-        own = self._loss is not None or bool(named_tensors(batch.labels))  # numbers of classes are no outputs
+        own = self._loss is not None or bool(named_tensors(batch.labels))  # class numbers are no outputs
         slope = cancelled(value, outputs) if own and self._checks else 1.0
         if slope < _ROUNDING:
             raise InputError(
@@ -138,10 +137,11 @@ class Objective:
 
     @torch.no_grad()
     def distance(self, outputs: Any, whole: Any, batch: Batch) -> float:
-        """Return how far a batch's outputs are from the whole network's, or the user's loss where there is one.
+        """Return the distance of a batch's outputs from the whole network's; the user's loss, if given.
 
-        For one output the divergence in nats (classes, yes or no; the mean over positions), or the squared error of
-        values relative to their variance. For several the sum, each relative to the best constant answer.
+        For one output: the divergence in nats (classes, yes or no; the mean over positions), or the squared
+        error of values relative to their variance. For several: the sum, each relative to the best constant
+        answer.
         """
         if self._loss is not None:
             return float(self._loss(outputs, batch.labels))
@@ -174,7 +174,7 @@ class Objective:
         parts = [
             self._part(name, reading, tensors[name], labels.get(name), batch)
             for name, reading in readings.items()
-            if name in tensors  # detectors return another number for each image
+            if name in tensors  # detectors' outputs vary from image to image
         ]
         if not parts:
             raise InputError(
@@ -253,12 +253,12 @@ class Objective:
 
 
 def cancelled(value: Tensor, outputs: Any) -> float:
-    """Return a loss's gradient as a share of one that does not cancel; about 1 away from its minimum.
+    """Return the ratio of a loss's gradient to one that cannot cancel: about 1 away from the loss's minimum.
 
-    Infinite if both are zero, as for a margin loss within its margin.
+    The ratio is infinite if both are zero, as for a margin loss within its margin.
 
-    The other gradient is of the outputs with weights as large as the loss's own, here and a standard deviation
-    away, with random signs. Takes two more backward passes.
+    The other gradient weights the outputs with random signs times the size of the loss's own derivatives,
+    plus their change over a standard deviation. Takes two more backward passes.
     """
     tensors = [t for t in named_tensors(outputs).values() if t.requires_grad and not t.is_complex()]
     slopes = partial(torch.autograd.grad, retain_graph=True, allow_unused=True)
@@ -267,7 +267,7 @@ def cancelled(value: Tensor, outputs: Any) -> float:
     moved = torch.stack([(g * s).sum() for g, s in zip(first, steps, strict=True)]).sum()
     try:
         bent = slopes(moved, tensors, materialize_grads=True)
-    except RuntimeError:  # it is linear, or can only be differentiated once
+    except RuntimeError:  # linear, or differentiable only once
         bent = tuple(torch.zeros_like(t) for t in tensors)
     weights = [(g.detach().abs() + b.abs()) * _signs(b) for g, b in zip(first, bent, strict=True)]
     learning = _learning(value)
@@ -290,7 +290,7 @@ def _from_mean(scores: Tensor, kind: str) -> Tensor:
 
 
 def _orthogonal_signs(unit: Tensor) -> Tensor:
-    """Random signs orthogonal to ``unit`` [..., n]: those of all axes but its largest, reflected (Householder)."""
+    """Return random signs orthogonal to ``unit`` [..., n], reflected off its largest axis (Householder)."""
     largest = torch.zeros_like(unit).scatter_(-1, unit.argmax(-1, keepdim=True), 1)
     signs, axis = _signs(unit) * (1 - largest), unit + largest
     return signs - axis * (2 * (signs * axis).sum(-1, keepdim=True) / axis.square().sum(-1, keepdim=True))
@@ -307,7 +307,7 @@ def _require_fit(fits: bool, name: str, tensor: Tensor, labels: Tensor, batch: B
 
 
 def _require_shares(labels: Tensor, dim: int, batch: Batch) -> None:
-    """Labels of the output's own shape must be probabilities of its classes."""
+    """Require that labels of the output's own shape are probabilities of its classes."""
     if not bool((labels >= 0).all()) or not bool(((labels.float().sum(dim) - 1).abs() < HALF_SUM).all()):
         raise InputError(
             f"the labels of {batch} do not sum to one over the classes, dimension {dim} of the output: are they "
@@ -326,7 +326,7 @@ def _require_within(labels: Tensor, most: float, kind: str, batch: Batch) -> Non
 
 
 def _learning(value: Tensor) -> list[Tensor]:
-    """All tensors that gather gradients of it."""
+    """Return all leaf tensors that accumulate gradients of ``value``."""
     leaves, seen, waiting = [], set(), [value.grad_fn]
     while waiting:
         node = waiting.pop()

@@ -14,7 +14,7 @@ Progress = Callable[[float], object]
 
 @dataclass(frozen=True)
 class Stretch:
-    """The part of the work from one share of it to another; reports nothing without a function."""
+    """A part of the work, from one share of the whole to another; reports nothing without a function."""
 
     tell: Progress | None
     start: float = 0.0

@@ -22,7 +22,7 @@ from smcp_fx.tracing.modes import run_in_eval
 
 @dataclass(eq=False)
 class Reader:
-    """A layer that reads free channels; ``places`` [groups, inputs]: each column's unit, -1 for one that stays.
+    """A layer that reads free channels; ``places`` [inputs]: each column's unit, -1 for one that stays.
 
     ``squares`` [groups, outputs] float64: squared gradients by each output, summed over positions and images.
     """
@@ -35,7 +35,7 @@ class Reader:
 
 @dataclass(frozen=True)
 class Run:
-    """One run of a reader: its input, its output, and the layer's product for another weight, without bias."""
+    """One run of a reader: its input, its output, and a function that applies another weight without bias."""
 
     reader: Reader
     x: Tensor
@@ -48,7 +48,7 @@ See = Callable[[Run], "Tensor | None"]
 
 
 def readers_of(prepared: PreparedModel, graph: fx.GraphModule) -> tuple[list[Reader], dict[int, str]]:
-    """Return the readers in the order they run, and for units with other readers the path of one."""
+    """Return the readers in run order, and for each unit that other layers read the node of one."""
     nodes = {node.name: node for node in graph.graph.nodes}
     deployed = run_in_eval(graph.graph)
     readers, others = list[Reader](), dict[int, str]()
@@ -76,9 +76,9 @@ def _reader(graph: fx.GraphModule, node: fx.Node, places: Tensor) -> Reader | No
 
 @contextmanager
 def watching(model: nn.Module, readers: Sequence[Reader], see: See) -> Iterator[None]:
-    """Call ``see`` for each run of a reader's layer in the model, a module or a function.
+    """Call ``see`` for each run of a reader's layer in the model, be it a module or a function.
 
-    A module that runs several times has as many readers, one for each of its runs in turn.
+    A layer that runs several times has one reader for each of its runs, in order.
     """
     modules, functions = dict[nn.Module, list[Reader]](), dict[int, list[Reader]]()
     for reader in readers:

@@ -1,12 +1,12 @@
 """Ridge regression from sums of products, whose size does not grow with the data.
 
-For each use of a weight W [groups, inputs, outputs], rows x and outputs y of a part to fit and a part held out:
+Each use of a weight W [groups, inputs, outputs] has rows x and outputs y, some to fit and some held out:
 
     minimise  sum |y - x W - b|^2 + ridge * mean(diag(X'X)) * |W - W0|^2
 
-W0 are the weights before, so that more ridge means less change. The ridge with the least error on the part held out
-is taken; then all rows are fitted with it. (The regression of He et al. 2017, "Channel pruning for accelerating very
-deep neural networks", section 3.1, on each layer's own inputs in the pruned network.)
+W0 is the previous weight, so a larger ridge means a smaller change. The ridge with the least error on the
+held-out rows wins; the final fit uses it on all rows. (The regression of He et al. 2017, "Channel pruning for
+accelerating very deep neural networks", section 3.1, on each layer's own inputs in the pruned network.)
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from torch import Tensor
 
 #: Layers with more inputs per output are skipped: their products of 512 MiB would fill the memory. Chosen.
 WIDEST = 8192
-#: Ridges that are tried. Chosen, not measured.
+#: Ridges to try. Chosen, not measured.
 RIDGES = (1e-9, 1e-6, 1e-5, 1e-4, 1e-3, 1e-2, 1e-1, 1.0)
-#: Columns of a block where one half of a product's squares is enough. Chosen.
+#: Columns per block when only half of a symmetric product is computed. Chosen.
 _BLOCK = 512
 #: How a use handles the mean: by its bias, by the batch norm behind it, or not at all.
 Intercept = Literal["bias", "norm", "none"]
@@ -30,16 +30,16 @@ Intercept = Literal["bias", "norm", "none"]
 
 @dataclass
 class Gram:
-    """Sums over rows, in float64: of x and of its products, by group."""
+    """Sums of x and of its products over rows, by group, in float64."""
 
     count: int = 0
     x: Tensor = field(default_factory=lambda: torch.zeros(()))
     xx: Tensor = field(default_factory=lambda: torch.zeros(()))
 
     def add(self, x: Tensor) -> Tensor:
-        """Add rows [..., groups, inputs], products in their own type; return them as [groups, rows, inputs]."""
+        """Add rows [..., groups, inputs], whose products keep their type; return [groups, rows, inputs]."""
         by_group = x.flatten(0, -3).transpose(0, 1)
-        if len(by_group) > 1:  # products of many small groups are slow by strides
+        if len(by_group) > 1:  # strided products of many small groups are slow
             by_group = by_group.mT.contiguous().mT
         self.count += by_group.shape[1]
         self.x = self.x + _sum(by_group)
@@ -47,17 +47,17 @@ class Gram:
         return by_group
 
     def covariance(self) -> Tensor:
-        """Return the mean product of inputs without their means, [groups, inputs, inputs]."""
+        """Return the covariance of the inputs, [groups, inputs, inputs]."""
         mean = (self.x / self.count).unsqueeze(-1)
         return self.xx / self.count - mean @ mean.mT
 
 
 @dataclass
 class Sums(Gram):
-    """Sums for a regression of y on x, in float64: of y, and of the residual of the weights before, r = y - x W0.
+    """Sums for a regression of y on x, in float64: of y, and of the previous weights' residual, r = y - x W0.
 
-    ``xr`` holds products by group, ``rr`` and ``yy`` all squares. Products of residuals keep their digits in single
-    precision; products of y would not.
+    ``xr`` holds products by group, ``rr`` and ``yy`` the sums of all squares. Products of residuals keep
+    their digits in single precision; products of y would not.
     """
 
     y: Tensor = field(default_factory=lambda: torch.zeros(()))
@@ -75,7 +75,7 @@ class Sums(Gram):
         left = torch.baddbmm(y, x, before, alpha=-1)
         self.y, self.r = self.y + _sum(y), self.r + _sum(left)
         self.xr = _plus(self.xr, x.mT @ left)
-        self.rr = self.rr + _sum(left.square()).sum()  # on its device: a GPU waits for no chunk
+        self.rr = self.rr + _sum(left.square()).sum()  # on its device, so that no chunk waits for a GPU
         self.yy = self.yy + _sum(y.square()).sum()
 
     def __add__(self, other: Sums) -> Sums:
@@ -174,7 +174,7 @@ def solve(
 
 
 def _descent(tried: Callable[[float], tuple[float, float, Tensor]]) -> tuple[float, float, Tensor]:
-    """Return the best of the ridges from the middle one on, downhill: a wide layer's solve takes seconds."""
+    """Descend from the middle ridge to the best, without trying all: a wide layer's solve takes seconds."""
     middle = len(RIDGES) // 2
     best = tried(RIDGES[middle])
     for ways in (RIDGES[middle + 1 :], RIDGES[middle - 1 :: -1]):
@@ -212,7 +212,7 @@ def _ridge(normal: tuple[Tensor, Tensor], ridge: float) -> Tensor | None:
 
 
 def _products(rows: Tensor) -> Tensor:
-    """Return x'x of rows [groups, rows, inputs]: of a wide layer one half, by blocks of columns, and its mirror."""
+    """Return x'x of rows [groups, rows, inputs]; for a wide layer, compute one half by blocks, and mirror."""
     width = rows.shape[-1]
     if width < 2 * _BLOCK:
         return rows.mT @ rows
@@ -225,7 +225,7 @@ def _products(rows: Tensor) -> Tensor:
 
 
 def _sum(rows: Tensor) -> Tensor:
-    """Return the sum over rows in float64, added in their own type, as products are."""
+    """Return the sum over rows in float64, added up in the rows' own type (at least float32)."""
     return rows.sum(1, dtype=torch.promote_types(rows.dtype, torch.float32)).double()
 
 

@@ -27,18 +27,18 @@ def repair(
 ) -> RepairReport:
     """Fit a sliced network to the whole one's outputs, in place, without labels or gradients.
 
-    ``smaller`` is made by `convert` of ``prepared`` in its present state. It is fitted to the network as it was last
-    trained: with every channel or, after steps under masks (`Pruner.step`), with those masks. So a network that was
-    trained under its present masks stays the same, and so does a layer that does not improve on held-out images. In
-    a model traced in parts, each region is fitted to its outputs in the whole model, and the Python between them
-    stays.
+    ``smaller`` must be the result of `convert` for ``prepared`` in its present state. It is fitted to the
+    network as last trained: with every channel or, after steps under masks (`Pruner.step`), with those masks.
+    So a network that was trained under its present masks stays the same, and so does a layer that does not
+    improve on held-out images. In a model traced in parts, each region is fitted to its outputs in the whole
+    model; the Python between the regions stays.
 
     Args:
         smaller: the converted model; it stays a plain one, and keeps its types and modes.
         prepared: the model that it was converted from.
         batches: as for `recalibrate`; a few hundred images suffice. At most 2 GiB of activations are held at a time,
             so the first layers see fewer large images than the last.
-        progress: called with the share that is done, 0 to 1, after each layer.
+        progress: called with the share done, 0 to 1, after each layer.
 
     Raises `InputError`, and leaves ``smaller`` as it was, for batches that do not fit, for fewer than two images, for
     activations that are not finite, and for models that do not belong together.
@@ -50,7 +50,7 @@ def repair(
         raise InputError(
             "smaller is not what convert makes of this prepared model with the masks it has now: convert it again"
         )
-    # For a model traced in regions: their joined graph, on the model's own tensors.
+    # A model traced in regions is fitted through their joined graph, on the model's own tensors.
     one = fresh.module is fresh.graph
     graph = smaller if one else sharing(smaller, fresh.graph.graph)
     assert isinstance(graph, fx.GraphModule)
@@ -58,7 +58,7 @@ def repair(
 
 
 def narrowed(prepared: PreparedModel) -> Narrowed:
-    """The network that the present masks leave, to be fitted."""
+    """Return the network that the present masks leave, ready to be fitted."""
     graph, module = sliced_graph(prepared)
     keep = prepared.smcp.units_kept() | ~prepared.channels.free_units
     trained = prepared.smcp.units_kept(prepared.smcp.trained) | ~prepared.channels.free_units
@@ -73,7 +73,7 @@ def fit(
     progress: Progress | None = None,
     rows: float = 1.0,
 ) -> list[RepairReport]:
-    """Fit networks to the whole one, all in one pass, as `repair` fits one; ``rows``: by what share of its rows."""
+    """Fit several networks in one pass, each as `repair` does; ``rows``: share of a repair's rows to use."""
     whole, whole_model = trained_graph(prepared)
     modules, joined = [network.module for network in networks], prepared.plan.traced.joined
     with torch.no_grad(), ExitStack() as stack:
@@ -86,7 +86,7 @@ def fit(
 
 
 def _alike(smaller: nn.Module, fresh: nn.Module) -> bool:
-    """Of one kind, with the same tensors?"""
+    """Whether both are of one kind, with tensors of the same names and shapes."""
     shapes = [
         {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
         for model in (smaller, fresh)
@@ -95,7 +95,7 @@ def _alike(smaller: nn.Module, fresh: nn.Module) -> bool:
 
 
 def _fitting(batches: Any, device: torch.device) -> list[Batch]:
-    """The first batches, as many as fit into memory; one at least."""
+    """Return the first batches, as many as fit into memory, but at least one."""
     held: list[Batch] = []
     taken = 0
     for batch in each_batch(batches):

@@ -1,8 +1,8 @@
-"""Fits smaller networks to the whole one, a layer at a time over all batches.
+"""Fits smaller networks to the whole one, one layer at a time over all batches.
 
-A convolution or linear gets the weights of a ridge regression, from its inputs in the smaller network (repaired so
-far) to the outputs of the whole network's layer. A batch norm's statistics change by the difference between its
-inputs in the two networks, so that errors do not add up. The whole network runs once for all the smaller ones.
+A ridge regression fits the weights of each convolution and linear, from its inputs in the smaller network
+(repaired so far) to its outputs in the whole one. A batch norm's statistics change by the difference between
+its inputs in the two networks, so that errors do not add up. The whole network runs once for all others.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ from smcp_fx.calibration.regression import WIDEST, Use, solve
 from smcp_fx.errors import InputError
 from smcp_fx.passes.sliced_labels import Sliced
 
-#: One image in so many is held out. Chosen, not measured.
+#: One image in this many is held out. Chosen, not measured.
 _FOLD = 5
 
 
 @dataclass(frozen=True)
 class LayerRepair:
-    """The repair of one layer (or of several that share a weight: the first one's path).
+    """The repair of one layer; of several layers that share a weight, ``path`` is the first one's.
 
-    ``before`` and ``after``: the squared error of its outputs on images held out, as a share of the outputs' spread;
-    ``after`` is that of a fit without them; the final fit then uses all images.
-    ``ridge`` is the strength chosen, infinity if the weight stayed as it was. ``positions``: output positions fitted;
+    ``before`` and ``after``: the squared error of its outputs on images held out, as a share of the outputs'
+    spread; ``after`` comes from a fit without these images; the final fit uses all images. ``ridge``: the
+    chosen strength, infinity if the weight stayed as it was. ``positions``: output positions fitted;
     ``inputs``: weights per output. ``left``: why the layer was skipped.
     """
 
@@ -59,7 +59,7 @@ class LayerRepair:
 
 @dataclass(frozen=True)
 class RepairReport:
-    """What `repair` did: all layers in the order they run, batch norms that were set, images used."""
+    """The result of `repair`: all layers in run order, the batch norms that were set, the images used."""
 
     layers: tuple[LayerRepair, ...]
     norms: tuple[str, ...]
@@ -87,7 +87,7 @@ class RepairReport:
 
 @dataclass(frozen=True)
 class Narrowed:
-    """A smaller network: ``module``, which may hold Python, its graph (the same, or regions joined), its channels.
+    """A smaller network: ``module``, which may hold Python, and its ``graph``: the same, or regions joined.
 
     ``kept``: labels without the removed channels; ``shared``: also without those that the whole network lacks.
     """
@@ -99,7 +99,7 @@ class Narrowed:
 
 
 class SideBySide:
-    """The whole network and smaller ones, run over the same batches; more batches join as values take fewer bytes."""
+    """Runs the whole network and smaller ones over the same batches; more batches join as values shrink."""
 
     def __init__(
         self, networks: Sequence[Narrowed], whole: fx.GraphModule, batches: list[Batch], rows: float
@@ -121,7 +121,7 @@ class SideBySide:
         progressed, total = Stretch(progress), sum(len(fit.smaller.nodes) for fit in self.fits)
         place = {node.name: index for index, node in enumerate(self.whole.nodes)}
         nodes = [[(place.get(node.name, -1), fit, node) for node in fit.smaller.nodes] for fit in self.fits]
-        # The one that is behind goes first, so that the whole network still holds what it needs.
+        # Advance the fit that is furthest behind, so that the whole network still holds the values it needs.
         for done, (_, fit, node) in enumerate(merge(*nodes, key=itemgetter(0))):
             fit.repair(node)
             progressed(done / total)
@@ -147,7 +147,7 @@ class SideBySide:
 
 
 class _Fit:
-    """A smaller network on its way through both graphs."""
+    """One smaller network, repaired node by node."""
 
     def __init__(self, beside: SideBySide, network: Narrowed) -> None:
         self.beside, self.whole = beside, beside.whole
@@ -163,7 +163,7 @@ class _Fit:
         self.set: list[str] = []
 
     def repair(self, node: fx.Node) -> None:
-        """Repair the node, if it is a layer or norm; those before it are repaired."""
+        """Repair the node if it is a layer or norm; all nodes before it must be repaired already."""
         if not self.smaller.runs(node):
             return
         if node in self.exact:
@@ -182,9 +182,9 @@ class _Fit:
         return RepairReport(layers, tuple(self.set), self.beside.images)
 
     def _exact(self) -> set[fx.Node]:
-        """Return the nodes that compute the same as in the whole network: they read no unit that either lacks.
+        """Return the nodes whose results equal the whole network's: they read no channel that either lacks.
 
-        A layer or norm that is fitted in one of its uses changes in the others, too.
+        A layer or norm that is fitted for one of its uses changes in all of them.
         """
         labels, narrower = self.kept.channels.trail.labels, set[fx.Node]()
         for node in self.smaller.nodes:
@@ -222,14 +222,14 @@ class _Fit:
         return True
 
     def _affine(self, norm: Normalisation, whole: Normalisation) -> list[tuple[Tensor, Tensor]]:
-        """Return the norm's weight and bias, if it has them, each beside the kept ones of the whole network's."""
+        """Pair the norm's weight and bias, if any, with the whole norm's values of the kept channels."""
         pairs = ((norm.weight, whole.weight), (norm.bias, whole.bias))
         return [
             (mine, self._left(other, norm)) for mine, other in pairs if mine is not None and other is not None
         ]
 
     def _left(self, value: Tensor, norm: Normalisation) -> Tensor:
-        """Return the kept channels' values of the whole network's norm."""
+        """Return the kept channels of ``value``, a tensor of the whole network's norm."""
         axis = self.kept.axis(self.kept.channels.trail.labels[norm.node.name])
         return value if axis is None else value.index_select(0, axis[1].to(value.device))
 
@@ -297,7 +297,7 @@ class _Fit:
                 x, y, kept = inputs[index], outputs[index], gone[index]
                 channels = None
                 if kept is not None and kept[0] == y.dim() - 1 - consumer.rank:
-                    channels = kept[1]  # of the rows alone: they are fewer
+                    channels = kept[1]  # select in the rows, which are fewer
                 elif kept is not None:
                     y = y.index_select(kept[0], kept[1].to(y.device))
                 images, positions = consumer.positions(y)
@@ -337,10 +337,10 @@ class _Fit:
     # ---- batch norms ------------------------------------------------------------------------------------
 
     def _norm(self, norms: list[Normalisation]) -> None:
-        """Change the statistics by the difference between the inputs in the smaller and in the whole network.
+        """Adjust the statistics by the difference between the inputs in the smaller and in the whole network.
 
-        Both are taken from the same images, so that their peculiarities cancel. Weight and bias become the whole
-        network's, since batch-norm scales may have changed them.
+        Both networks see the same images, so that their peculiarities cancel. The whole network's weight and
+        bias replace the norm's, since batch-norm scales may have changed them.
         """
         first = norms[0]
         wholes = [self.beside.norms[norm.node.name] for norm in norms if norm.node.name in self.beside.norms]

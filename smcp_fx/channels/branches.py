@@ -2,7 +2,7 @@
 
 With no channel left between two layers, the second one writes a constant: its bias. Where that constant meets a
 tensor that still depends on the network's inputs (an addition, a concat), the branch between can go. Every node is
-*live* (its value depends on the inputs), *constant* (it did, before), or *empty* (it has no channel left).
+*live* (its value depends on the inputs), *constant* (it no longer does), or *empty* (it has no channel left).
 
 Groups may keep nothing only if, with all of them empty at once, every output still depends on the same inputs. Then
 any choice among them leaves the network in one piece.
@@ -95,7 +95,7 @@ class Flow:
         self.channels = channels
         nodes = list(module.graph.nodes)
         self.place = {node.name: index for index, node in enumerate(nodes)}
-        # Their bias is not a constant.
+        # Recurrent weights are not treated as dense layers: their bias is not a constant.
         recurrent = {node.name for node in nodes if node.target is recurrent_weight}
         dense = {la.node: la for la in channels.layers if la.kind == "dense" and la.node not in recurrent}
         self.steps: list[FlowNode] = []
@@ -175,7 +175,7 @@ class Flow:
         )
 
     def effective(self, walk: Walk) -> list[bool]:
-        """The nodes that an output still needs, or a node that stays for another reason."""
+        """A bool for each node: does an output still need it, or a node that stays for another reason?"""
         reached = [step.kind == "sink" for step in self.steps]
         for index in reversed(range(len(self.steps))):
             step = self.steps[index]
@@ -187,7 +187,7 @@ class Flow:
         return reached
 
     def widest_cut_free(self, candidates: Iterable[int]) -> int:
-        """As many of these groups as can keep nothing all at once, earlier ones first.
+        """A maximal set (bits) of these groups that can keep nothing all at once; earlier ones come first.
 
         A group that would cut an output from an input is left out. A set of groups is taken whole if the network
         stays connected without it, and halved otherwise.
@@ -218,7 +218,7 @@ class Branches:
     """The groups ``removable`` (bits) of a network, and the groups that become useless if one of them keeps nothing.
 
     ``implied[g]``: the removable groups that nothing useful reads any more when g keeps nothing, or that only hold
-    constants then; ``dead[g]``: the nodes that are of no use then.
+    constants then; ``dead[g]``: the nodes that no output needs then.
     """
 
     def __init__(self, flow: Flow, removable: int) -> None:
@@ -339,7 +339,7 @@ def _tensors(channels: Channels, node: fx.Node) -> list[Tensor]:
 
 
 def _ends_both(node: fx.Node) -> bool:
-    """Does the node stand for outputs of both modes that differ in structure?"""
+    """Does the node choose between outputs of the two modes that differ in structure?"""
     ends = any(user.op == "output" for user in node.users)
     return is_by_mode(node) and ends and not all(isinstance(side, fx.Node) for side in node.args[1:])
 

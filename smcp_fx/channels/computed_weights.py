@@ -3,8 +3,8 @@
     before   w = weight_norm(weight_v, weight_g);  conv2d(x, w, bias)        w = weight * mask;  linear(x, w)
 
 Weight and spectral norm, parametrisations, weight standardisation, masks, sums of kernels, slices of a larger weight:
-all are functions of parameters only. The channel graph takes the result for a weight like any other; converting
-replaces the function by its value.
+all are functions of parameters only. The channel graph treats the result as a weight like any other;
+converting replaces the function by its value.
 """
 
 from __future__ import annotations
@@ -125,7 +125,7 @@ def _constants(
     transparent: tuple[Callable[..., object], ...],
     watching: Mapping[fx.Node, str],
 ) -> set[fx.Node]:
-    """The nodes that follow from parameters and buffers only, are not random, and are not written into.
+    """The nodes computed from parameters and buffers only that are not random and are not written into.
 
     Buffers that the nodes of ``watching`` write into count as constant, too.
     """
@@ -158,7 +158,7 @@ def _constants(
 
 
 def _is_steady(module: fx.GraphModule, node: fx.Node) -> bool:
-    """Is its result the same twice? A function of autograd may draw random numbers where no node shows it."""
+    """Does the node give the same result twice? An autograd function may draw random numbers inside."""
     if not isinstance(node.target, Applied):
         return True
     way = ancestors(node)
@@ -267,7 +267,7 @@ def _name(
     unread: frozenset[str],
     taken: set[str],
 ) -> str:
-    """Its module's name for it; else the name of a parameter of its shape; else a new name."""
+    """Name a weight: its module's name for it; else a source parameter of its shape; else a new name."""
     own = owner_of(result)
     fitting = [n for n in sources if n in unread and tuple(held(module, n).shape) == shape]
     parameters = [n for n in fitting if isinstance(held(module, n), nn.Parameter)]

@@ -22,7 +22,7 @@ def execute(call: Call, args: Any, kwargs: Any) -> Any:
 
 
 def perform(node: fx.Node, args: Any, kwargs: Any) -> Any:
-    """Run a function or method node on label tensors. `view` runs as `reshape`, as their strides do not allow it."""
+    """Run a function or method node on label tensors. `view` runs as `reshape`: labels have other strides."""
     if node.op == "call_method":
         name = {"view": "reshape", "view_as": "reshape_as"}.get(str(node.target), str(node.target))
         return getattr(args[0], name)(*args[1:], **kwargs)
@@ -43,7 +43,7 @@ def labelled(run: Propagation, tree: Any) -> Any:
 def moved(
     module: fx.GraphModule, node: fx.Node, values: Mapping[str, Any], positions: Tensor | None = None
 ) -> Any:
-    """Where a movement puts elements: its result for the ``values`` of its operands, by the names of their nodes.
+    """Run a movement on the ``values`` of its operands, by node name, to see where it puts elements.
 
     ``positions``: takes the place of the first operand.
     """

@@ -1,4 +1,4 @@
-"""What a traced network says before any channel is followed: the same for every run."""
+"""Facts about a traced network, found before any channel is followed and shared by all runs."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from smcp_fx.channels.weight_views import Dims, weight_views
 from smcp_fx.tracing.aliases import written_buffers
 from smcp_fx.tracing.values import TensorInfo, canonical_names
 
-#: Rules of nodes that read a weight computed from the input, and of those that end a statistic of a weight.
+#: The rules for nodes that read a weight computed from the input, and for nodes that end a weight statistic.
 MIXTURE, STATISTIC = "mixture", "statistic"
 
 
@@ -47,8 +47,8 @@ class Facts:
         # The rules skip nodes that only an assertion reads, and nodes that only compute weights.
         self.hidden = _only_asserted(module.graph)
         self.made = made_tensors(module, values, self.hidden)
-        self.computed: dict[str, str] = {}  # nodes that compute a weight -> the parameter that stands for it
-        self.described: dict[str, Computed] = {}  # by that parameter
+        self.computed: dict[str, str] = {}  # nodes that compute a weight -> its name
+        self.described: dict[str, Computed] = {}  # by that name
         for weight in computed_weights(module, shape):
             name = self.computed[weight.result.name] = self.names.get(weight.name, weight.name)
             self.described[name] = Computed(weight.shape, weight.source(module), weight.unread)

@@ -137,7 +137,7 @@ class ChannelGraph:
 
     @property
     def freedom(self) -> str:
-        """How many groups are free, and how many of these have a choice of counts, in words."""
+        """In words: how many groups are free, and how many free ones have a choice of counts."""
         free = [len(group.choices) > 1 for group in self.groups if group.free]
         but = "" if all(free) else f" ({sum(free)} with a choice of counts, in multiples of {self.multiple})"
         return f"{len(free)} of them free{but}; {self.free_share:.1%} of the input channels are free"
@@ -180,7 +180,7 @@ class ChannelGraph:
         return writer
 
     def factors(self, parameter: str) -> dict[int, Factors]:
-        """For each dimension of a parameter that holds channels, its factors: `Trail` has three stores of them."""
+        """The factors of a parameter's dimensions with channels, from one of the three stores of `Trail`."""
         trail, elements = self.trail, self.trail.elements.get(parameter)
         if parameter in trail.mixed_parameters:
             return dict(enumerate(trail.mixed_parameters[parameter]))

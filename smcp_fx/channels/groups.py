@@ -44,7 +44,7 @@ class Group:
 
     @property
     def note(self) -> str:
-        """In brackets, why it has fewer choices: the user's limits, or the multiple that leaves the full size."""
+        """In brackets, why choices are few: the user's limits, or a multiple that leaves only one."""
         whole = self.free and self.size > 1 and len(self.permitted) == 1
         reasons = (*self.limits, *("the multiple leaves no other count",) * whole)
         return f" ({', '.join(reasons)})" if reasons else ""
@@ -92,7 +92,7 @@ def _slots_of(trail: Trail, units: Units) -> tuple[_Slots, Tensor]:
         outputs = table.add((layer.path, "out"), units.of(layer.output_channels))
         produced[outputs] = True
     in_layers = table.present.clone()
-    # Learned queries, embeddings, zeros beside channels, and selected channels of reshapes that read positions.
+    # No layer writes learned queries, embeddings, zeros beside channels, or channels that a reshape selects.
     standing = [
         trail.elements[name] if name in trail.elements else trail.slots[name][1]
         for name in trail.free_standing
@@ -109,7 +109,7 @@ def _slots_of(trail: Trail, units: Units) -> tuple[_Slots, Tensor]:
         for dim, labels in dims.items()
     }
     # Units of different norms, or of different pieces of a split tensor, must not share a count: it would not
-    # tell how many channels each of these keeps, and one could lose all.
+    # tell how many channels each norm or piece keeps, and one could lose all.
     for name, labels in {**others, **trail.elements, **_pieces(trail)}.items():
         table.add((name, "carry"), narrow_uniform(units.of(labels)).reshape(-1), in_layers)
     return table, (in_layers & ~produced & ~units.why.pinned(count)).nonzero().flatten()
@@ -166,7 +166,7 @@ class _Slots:
         return rows[0]
 
     def alike(self, why: Why) -> list[Tensor]:
-        """The units that have a row, in lists of those with the same rows and reasons; each list ascending.
+        """Lists of units with the same rows and reasons, each ascending. Units without a row are left out.
 
         Sets of rows are compared by the sum of a random 64-bit number for each distinct row.
         """

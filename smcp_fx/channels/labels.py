@@ -45,7 +45,7 @@ def narrow_uniform(labels: Tensor, keep: Sequence[int] = ()) -> Tensor:
 
 
 def at_first(labels: Tensor, keep: Collection[int]) -> Tensor:
-    """Return the labels with every dimension at size 1, at index 0, but those in ``keep``."""
+    """Return the labels at index 0 of every dimension that is not in ``keep``, which then has size 1."""
     sizes = [size if dim in keep else min(size, 1) for dim, size in enumerate(labels.shape)]
     return labels.as_strided(sizes, labels.stride(), labels.storage_offset())
 
@@ -71,9 +71,9 @@ def reshaped(labels: Tensor, shape: Sequence[int]) -> Tensor:
 
 
 def paired(left: Tensor, right: Tensor) -> tuple[Tensor, list[tuple[Tensor, int]]]:
-    """Different labels at equal places, after broadcasting: pairs [2, n]; and labels opposite fixed ones.
+    """Pairs [2, n] of different labels at equal places, after broadcasting; and labels opposite fixed ones.
 
-    The latter come with the index of the reason of the fixed label.
+    The labels opposite a fixed one come with the index of its reason.
     """
     a, b = (t.reshape(-1) for t in torch.broadcast_tensors(left, right))  # type: ignore[no-untyped-call]
     pins = []

@@ -13,7 +13,7 @@ from smcp_fx.channels.trail import Layer
 from smcp_fx.config import WidthLimit, names
 from smcp_fx.errors import InputError
 
-#: Shares are products of floats.
+#: Tolerance for shares, which are products of floats.
 _ROUNDING = 1e-9
 
 

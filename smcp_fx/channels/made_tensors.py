@@ -20,7 +20,7 @@ from smcp_fx.tracing.values import OPAQUE, TensorInfo, has_tensors
 def made_tensors(
     module: fx.GraphModule, values: Mapping[str, Any], unread: Collection[str]
 ) -> dict[str, set[str] | None]:
-    """Return the nodes of these computations by name.
+    """Return the nodes that compute tensors from sizes alone, by name.
 
     Tensors of one value are left out, as they are made as wide as needed, unless another tensor is computed from
     them (`zeros_like(state)`). If a node of real or complex numbers has readers outside the computation, its users

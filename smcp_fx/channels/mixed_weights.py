@@ -6,8 +6,8 @@
 
 Such a weight has input and output channels, like a parameter. They are followed back to the parameters that it is
 computed from, where one dimension may hold several factors, and to tensors with one kind of channels (styles), which
-are tied to it. The generator's input (routing, a hypernetwork's features) has its own channels, and the remaining
-dimension of a parameter has the same channels.
+are tied to it. The generator's input (routing, a hypernetwork's features) has its own channels, which also
+lie along the remaining dimension of a parameter.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ from smcp_fx.tracing.operations import operation_of
 
 @dataclass(frozen=True)
 class Reading:
-    """How a layer reads its weight ``result``, of ``images`` images: pairs are of (input, output).
+    """How a layer reads its weight ``result``, with rows for ``images`` images. Pairs: (input, output).
 
-    ``operand``: the place of the layer's input among the arguments; ``dims``: the weight's channel dimensions, and
-    ``shape`` its shape as if it were a parameter; ``axes``: the channel dimensions of the input and of the result.
+    ``operand``: the position of the layer's input; ``dims``: the weight's channel dimensions; ``shape``:
+    its shape for one image; ``axes``: the channel dimensions of input and result.
     """
 
     result: fx.Node
@@ -86,7 +86,7 @@ class MixedWeights:
     """Finds the weights computed from the input, by the layer that reads them.
 
     ``computed``: nodes that compute a weight from parameters alone, and its name; ``apart``: other nodes that may
-    read the tensors between; ``turned``: names of layers that mix positions, not channels.
+    read the tensors on the way; ``turned``: names of layers that mix positions, not channels.
     """
 
     def __init__(
@@ -147,7 +147,7 @@ class MixedWeights:
         yield Reading(weight, 0, images, parts, whole, dims, (axis, axis))
 
     def _of_product(self, use: fx.Node, place: int) -> Iterator[Reading]:
-        """A product that sums over one dimension of a computed matrix, and makes another."""
+        """A product that sums over one dimension of a computed matrix and keeps another in its result."""
         product = Product(self.module, self.values, use)
         out, summed = product.out, product.summed
         own, others = product.names[place], product.names[1 - place]
@@ -175,7 +175,7 @@ class _Walk:
         self.factors = Factors(among.module, among.values)
         self.factors.bind(reading.result, reading.parts)
         self.weight = MixedWeight(use=use, reading=reading)
-        self.linears: dict[fx.Node, int] = {}  # the dimension of the weight's rows
+        self.linears: dict[fx.Node, int] = {}  # for each, the dimension of the result that its rows make
 
     def followed(self) -> MixedWeight:
         """Go back, last nodes first, while tensors have both kinds of channels; `UnknownError` if that fails."""

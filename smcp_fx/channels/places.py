@@ -45,7 +45,7 @@ def leads_to_places(node: fx.Node) -> bool:
 
 
 def holds_places(value: Tensor, node: fx.Node) -> bool:
-    """Does the node read integers of the model that serve as places somewhere, and otherwise elsewhere?"""
+    """Are these integers that some operation reads, through the node, as places?"""
     return value.dtype in (torch.int64, torch.int32) and leads_to_places(node)
 
 
@@ -60,9 +60,9 @@ def looks_up(table: ParameterRef, index: ConstantRef) -> bool:
 
 
 def at_any_place(run: Propagation, call: Call) -> Call:
-    """The call with zeros instead of computed places, if these index dimensions without channels.
+    """Replace computed places by zeros if they index dimensions without channels; return the call.
 
-    All places are equal there: relative positions that are computed from sizes, and looked up in a parameter.
+    All places have the same labels there. Example: computed relative positions index a parameter.
     """
     table = call.args[0]
     if call.name == "indexselect" and isinstance(table, (Tensor, ParameterRef)):

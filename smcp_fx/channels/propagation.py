@@ -1,8 +1,8 @@
 """Run a traced graph on channel labels instead of numbers.
 
-Every producer's output channels get fresh labels. Operations that move data are executed on the labels; element-wise
-operations tie the labels they bring together; consumers record the label of each input slot; an operation without a
-rule pins what it touches. The rules are in `rules_*.py`, each a function ``rule(run, call) -> labels of the output``.
+Every producer's output channels get fresh labels. Data movements run on the labels; element-wise operations
+tie their operands' labels; consumers record the label of each input slot; an operation without a rule pins
+its operands. The rules are in `rules_*.py`, each a function ``rule(run, call) -> labels of the output``.
 """
 
 from __future__ import annotations
@@ -42,9 +42,9 @@ from smcp_fx.tracing.values import OPAQUE, ORIGIN, PASSED_ON, TensorInfo, has_te
 Rule = Callable[["Propagation", Call], Any]
 
 _LOG = logging.getLogger("smcp_fx.channels")
-#: How the reason begins if an operation is called in a form that its rule does not handle.
+#: Start of the reason for an operation in a form that its rule does not handle.
 UNFIT = "no channel rule fits this form of"
-#: Rules that label tensors of one value themselves, from the other operands.
+#: Operations, by the start of their name, whose rules label operands of one value (`MadeRef`) themselves.
 _LABELLING = tuple("bymode indexadd indexcopy indexfill indexreduce recurrent scatter setitem".split())
 
 
@@ -70,7 +70,7 @@ class Propagation:
         self.blind = False  # Did a rule pin channels because it could not see ties that come later?
         self._asked: Counter[str] = Counter()
         self._alone: list[tuple[int, int]] = []  # ranges of labels of parameters outside layers
-        self._alone_ends = torch.empty(2, 0)  # the same, in ascending order: the first ones, the last ones
+        self._alone_ends = torch.empty(2, 0)  # these ranges, ascending: first labels, last labels
         self.seen: Tensor | None = None
         self.as_tensors: set[str] = set()  # parameters read as weights and also element by element: codebooks
         self.contracted: set[fx.Node] = set()  # products that sum over a block of a matrix: `channels.blocks`
@@ -134,19 +134,19 @@ class Propagation:
         if self.seen is None:
             return labels
         core = narrow_uniform(labels)
-        count = self.seen.numel()  # labels from there on are new in this run, and larger than any unit
+        count = self.seen.numel()  # labels from ``count`` on are new, and exceed every unit
         units = self.seen[core.clamp(min=0, max=count - 1)]
         return compact(torch.where((core > 0) & (core < count), units, core).expand(labels.shape))
 
     def varied(self, labels: Tensor) -> list[int]:
-        """Dimensions along which the labels change, merged by the ties of the earlier run."""
+        """Dimensions along which the labels still change once the earlier run's ties merge them."""
         return varied_dims(self.units(labels))
 
     def of(self, value: Any, along: Collection[int] | None = None) -> Tensor:
         """Return the labels of a tensor argument. The elements of a parameter get labels at its first use.
 
-        ``along``: the parameter's dimensions (counted from the last, -1) that can hold channels, if the others
-        cannot: a position embedding that is added to tokens gets one label a channel, not one an element.
+        ``along``: the only dimensions (counted from the last, -1) that can hold the parameter's channels. A
+        position embedding that is added to tokens thus gets one label a channel, not one an element.
         """
         if isinstance(value, ParameterView):
             base = self.of(value.base)
@@ -177,10 +177,10 @@ class Propagation:
         return self.trail.elements[value.name]
 
     def settled(self, labels: Tensor, channel_dims: Collection[int]) -> Tensor:
-        """Labels of learned tokens or position embeddings, tied along the dimensions that hold no channels.
+        """Tie labels of learned tokens or position embeddings along dimensions without channels; return them.
 
         ``channel_dims``: the dimensions (counted from the last, -1) in which the other operand has channels. Until
-        that operand comes, each element of such a parameter has its own label.
+        it meets that operand, each element of the parameter has its own label.
         """
         varied = [dim - labels.dim() for dim in varied_dims(labels)]
         extra = [dim for dim in varied if dim not in channel_dims]
@@ -221,7 +221,7 @@ class Propagation:
         return [source for source in node.all_input_nodes if source.name in blocks] if blocks else []
 
     def pin_blocks(self, node: fx.Node) -> None:
-        """Keep the second block's channels of what the node reads."""
+        """Pin the second block's channels of every tensor that the node reads."""
         for source in self.reads_blocks(node):
             why = f"columns of a matrix of channels by channels, which {node.name!r} reads"
             self.pin(self.trail.blocks[source.name], node.name, why)
@@ -229,7 +229,7 @@ class Propagation:
     # ---- parameters -------------------------------------------------------------------------------------
 
     def parameter(self, path: str) -> str:
-        """Return the one name of a parameter that several modules may share."""
+        """Return the canonical name of a parameter, which several modules may share."""
         return self.facts.names.get(path, path)
 
     def slot(self, parameter: str, dim: int, labels: Tensor) -> Tensor:
@@ -300,7 +300,7 @@ class Propagation:
         return mapped(lambda t: compact(t) if isinstance(t, Tensor) else t, result)
 
     def _ruled(self, call: Call) -> Any:
-        """The result of the operation's rule. An operation in a form that its rule does not handle is unknown."""
+        """Apply the operation's rule. If it fails or gives wrong shapes, the operation counts as unknown."""
         if OPAQUE in call.node.meta:
             return self.unknown(call, str(call.node.meta[OPAQUE]))
         rule = self.rules.get(self.facts.kinds.get(call.node, call.name or ""))
@@ -361,7 +361,7 @@ class Propagation:
         return self.filled(call.value, self.fixed(call.node.name, why))
 
     def keep(self, value: Any, node: str, why: str) -> None:
-        """Pin a whole tensor or parameter, without labels for a parameter's elements. Other values are ignored."""
+        """Pin a whole tensor or parameter; ignore other values. Unlabelled parameters get a fixed label."""
         if isinstance(value, Tensor):
             self.pin(value, node, why)
         if not isinstance(value, ParameterRef):

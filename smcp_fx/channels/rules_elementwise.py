@@ -20,7 +20,7 @@ from smcp_fx.tracing.values import TensorInfo
 
 
 def elementwise(run: Propagation, call: Call) -> Any:
-    """Broadcast the operands and tie what they bring together.
+    """Broadcast the operands and tie the channels that meet.
 
     An operand of size 1 where another varies is read by all of those channels: see `bring_together`.
     """
@@ -43,13 +43,13 @@ def elementwise(run: Propagation, call: Call) -> Any:
 
 
 def _gives_places(call: Call) -> bool:
-    """Are these integers that are read as an index alone?"""
+    """Does the call give integers that are read as an index only?"""
     integers = isinstance(call.value, TensorInfo) and call.value.dtype in (torch.int64, torch.int32)
     return integers and bool(call.node.users) and is_index(call.node)
 
 
 def bring_together(run: Propagation, call: Call, operands: list[Tensor], shape: tuple[int, ...]) -> Tensor:
-    """Labels of the shape for operands that broadcasting brings together: tied now, or tied or pinned later.
+    """Labels for operands that are broadcast to ``shape``: tied now, or tied or pinned later.
 
     An operand with size 1 in all dimensions where another varies is read by every channel, and stays: a spatial
     attention map times a feature map. An operand may also have size 1 in some of these dimensions only: a gate of
@@ -147,7 +147,7 @@ def pooling(run: Propagation, call: Call) -> Any:
 
 
 def glu(run: Propagation, call: Call) -> Any:
-    """Halves along a dimension, one gating the other: the halves are tied."""
+    """Splits a dimension into halves, one gating the other. The halves are tied."""
     labels = run.of(call.argument(0, "input"))
     dim = int(call.option(1, "dim", -1))
     value, gate = labels.chunk(2, dim)
@@ -168,7 +168,7 @@ def _spatial_rank(call: Call) -> int:
 
 
 def constant(run: Propagation, call: Call) -> Any:
-    """Tensors made from numbers stay. They pin only operands with channels that are combined with them one by one."""
+    """Tensors made from numbers stay. They pin only operands whose channels meet them one by one."""
     return run.filled(call.value, run.fixed(call.node.name, constant_made_by(call.node.name)))
 
 

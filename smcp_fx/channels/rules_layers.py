@@ -63,7 +63,7 @@ def _kernel_a_channel(run: Propagation, call: Call, groups: int) -> Any:
     if channels == 1 or not channels == groups == call.shape[axis] or not isinstance(source, fx.Node):
         return run.unknown(call, why)
     inputs = channel_labels(run, labels, axis)
-    in_one_line = torch.unique(inputs).numel() < channels  # the channels of all images
+    in_one_line = torch.unique(inputs).numel() < channels  # it holds the channels of all images
     if in_one_line and not run.sizes.follow_input(source, axis):
         return run.unknown(call, why)
     for one in kernels:
@@ -96,7 +96,7 @@ def _sliding(
 
 
 def at_full_width(run: Propagation, call: Call, labels: Tensor, dim: int) -> Any:
-    """Operations that slide over the channels read all of them, with zeros in the place of removed ones."""
+    """Let an operation that slides over the channels read all of them, with zeros for removed ones."""
     channels = channel_labels(run, labels, dim)
     masked = narrow_uniform(place(channels, tuple(labels.shape), dim))
     run.trail.mixes.append(Mix(call.node.name, 0, masked, "zero"))
@@ -128,7 +128,7 @@ def _not_plain(run: Propagation, call: Call, kind: str) -> str:
 
 
 def _is_plain(run: Propagation, weight: Any, bias: Any) -> bool:
-    """Are they parameters, and is the weight read by layers only?"""
+    """Are weight and bias parameters, and do only layers read the weight?"""
     read = isinstance(weight, ParameterRef) and (bias is None or isinstance(bias, ParameterRef))
     return read and weight.name not in run.trail.elements
 
@@ -177,7 +177,7 @@ def dense(
     else:
         outputs = renamed(run, call, slots.repeat(groups) if transposed else slots)
     in_slots, out_slots = inputs, outputs
-    if groups > 1:  # the channels of equal places in each group go together
+    if groups > 1:  # channels at equal places in the groups go together
         rows, columns = inputs.reshape(groups, -1), outputs.reshape(groups, -1)
         for side in (rows, columns):
             run.tie(side, side[:1].expand_as(side))
@@ -279,7 +279,7 @@ def prelu(run: Propagation, call: Call) -> Any:
 
 
 def embedding(run: Propagation, call: Call) -> Any:
-    """Produces channels along the last dimension."""
+    """An embedding produces channels along the last dimension."""
     weight = own_parameter(run, call, "weight") if call.module is not None else call.argument(1, "weight")
     if not isinstance(weight, (Tensor, ParameterRef)):
         return run.unknown(call)

@@ -41,7 +41,7 @@ def _pin_parts(run: Propagation, name: str, mixed: Mixed) -> None:
 
 
 def mixture(run: Propagation, call: Call) -> Any:
-    """Consumes and produces channels; the tensors that the weight is computed from lose the same channels."""
+    """Consumes and produces channels. The tensors that compute the weight lose the same channels."""
     weight = run.facts.mixed[call.node]
     reading = weight.reading
     product = (call.name or "") in PRODUCTS.keys() - {"linear"}
@@ -126,7 +126,7 @@ def _read(
 def _leaves(
     run: Propagation, call: Call, leaves: Mapping[fx.Node, Parts], slots: Mapping[str, Tensor], why: str
 ) -> None:
-    """Tie tensors with one kind of channels to ``slots``. Tensors without channels, which both kinds read, stay."""
+    """Tie tensors with one kind of channels to ``slots``. Pin tensors without channels, read by both."""
     for node, parts in leaves.items():
         value = run.trail.labels[node.name]
         kinds = {part.kind for dim in parts for part in dim} & slots.keys()

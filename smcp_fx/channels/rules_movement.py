@@ -39,7 +39,7 @@ _PARTS = set(
 chunk getitem indexselect narrow select split splitwithsizes tensorsplit unbind unsafechunk unsafesplit
 """.split()
 )
-#: Attributes of a tensor that are the tensor itself, or its movement.
+#: Attributes that are the tensor itself or move its dimensions, each with its effect on the labels.
 _ATTRIBUTES: dict[str, Callable[[Tensor], Tensor]] = {
     "T": torch.t,
     "mT": lambda t: t.transpose(-2, -1),
@@ -48,7 +48,7 @@ _ATTRIBUTES: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 def _hides_channels(call: Call, source: Tensor, result: Any) -> bool:
-    """Does the result have channels, but no elements to hold their labels? (A slice without channels has none.)"""
+    """Does the result have channels, but no elements to hold their labels? A slice of no channel has none."""
     if not isinstance(result, Tensor) or result.numel():
         return False
     sliced = call.name in ("getitem", "narrow") and result.dim() == source.dim()
@@ -74,7 +74,7 @@ def move(run: Propagation, call: Call) -> Any:
         )
     table, index = call.args[0], call.args[1] if len(call.args) > 1 else None
     if isinstance(table, ParameterRef) and isinstance(index, ConstantRef) and looks_up(table, index):
-        # Rows that are looked up many times (relative positions) are no channels: one label a column.
+        # Rows that are looked up many times (relative positions) are no channels: label each column once.
         run.of(table, range(1 - len(table.shape), 0))
     if isinstance(table, ParameterRef) and call.name in SPREADS and _read_along(run, call.node) == [0]:
         run.of(table, [-len(table.shape)])  # a kernel's channels lie along its first dimension
@@ -86,7 +86,7 @@ def move(run: Propagation, call: Call) -> Any:
     result = mapped(lambda t: compact(t) if isinstance(t, Tensor) else t, _executed(call, args, kwargs))
     if any(_hides_channels(call, source, part) for part in leaves_of(result)):
         return run.unknown(call, f"{call.shown!r} gives a tensor without elements")
-    # Their sizes come from the other tensor.
+    # The result takes the other tensor's sizes, so its channels are tied to that tensor's.
     if call.name in ("reshapeas", "viewas") and isinstance(result, Tensor):
         both = {*varied_dims(result), *varied_dims(args[1])}
         run.tie(*(narrow_uniform(labels, keep=list(both)) for labels in (result, args[1])))
@@ -102,13 +102,13 @@ def move(run: Propagation, call: Call) -> Any:
         return result
     if has(call.name, Trait.RESHAPES):
         result = _folded_into_batch(run, call, source, result)
-    else:  # (a run at another size tells whether the sizes of a view matter)
+    else:  # for reshapes, the run at another size tells whether their numbers matter
         _refuse_numbers(run, call, source)
     return result
 
 
 def _executed(call: Call, args: Any, kwargs: Any) -> Any:
-    """The movement of the labels. Known operations do not copy uniform dimensions."""
+    """Execute the movement on the labels. Common operations do not copy uniform dimensions."""
     source = args[0]
     if call.name == "contiguous":
         return source
@@ -120,9 +120,9 @@ def _executed(call: Call, args: Any, kwargs: Any) -> Any:
 
 
 def _mixed_up(run: Propagation, call: Call) -> Tensor:
-    """`[b, h * w, c]` read as `[b, c, h, w]`: the operand's channels stay, and channels of the result are selected.
+    """`[b, h * w, c]` read as `[b, c, h, w]`: pin the operand's channels, and select those of the result.
 
-    Those lie along the only dimension that has the same size for all images.
+    The result's channels lie along the only dimension that has the same size for all images.
     """
     why = f"{call.node.name!r} takes positions or images for channels: which channels meet there {DEPENDS}"
     run.pin(run.of(call.args[0]), call.node.name, why)
@@ -134,10 +134,10 @@ def _mixed_up(run: Propagation, call: Call) -> Tensor:
 
 
 def _expanded(run: Propagation, call: Call, source: Tensor, result: Tensor, other: Tensor | None) -> Tensor:
-    """One value that is spread over the channels has one copy for each of the kept ones.
+    """Label a value that is spread over the channels: it has one copy for each kept channel.
 
-    They lie along the channels of the other tensor; if only sizes are given, along the dimension that the reader
-    tells, else along the second one.
+    The copies lie along the other tensor's channels. If only sizes are given, they lie along the dimension
+    that the reader tells (`_read_along`).
     """
     ahead = result.dim() - source.dim()
     spread = [d for d, n in enumerate(result.shape) if n > 1 and (d < ahead or source.shape[d - ahead] == 1)]
@@ -156,7 +156,7 @@ def _expanded(run: Propagation, call: Call, source: Tensor, result: Tensor, othe
 
 
 def _read_along(run: Propagation, node: fx.Node) -> list[int]:
-    """The channel dimensions of a spread tensor: a kernel of a depthwise convolution, places to read and write."""
+    """The channel dimensions of a spread tensor, by its reader: convolution, gather or scatter; else 1."""
     for user in node.users:
         name = operation_of(run.module, user)
         if weight_of(user) is node:
@@ -177,7 +177,7 @@ def _tie_expanded(run: Propagation, source: Tensor, other: Tensor) -> None:
 
 
 def attribute(run: Propagation, call: Call) -> Any:
-    """`x.mT`, `x.data`; `x.max(1).values`: a field of what an operation returned."""
+    """`x.mT`, `x.data`: an attribute of a tensor; `x.max(1).values`: a field of an operation's result."""
     source, name = call.args[:2]
     if not isinstance(source, (Tensor, ParameterRef)):
         return (
@@ -266,17 +266,17 @@ def pad(run: Propagation, call: Call) -> Any:
 
 
 def _added(run: Propagation, call: Call, amount: int) -> Tensor:
-    """Labels of channels that padding adds. They go with the channels that they are combined with."""
+    """Labels of channels that padding adds: tied to the channels they meet later, or fixed for a module."""
     if call.module is None:
         return run.fresh(call.node.name, amount)
     return torch.full((amount,), run.fixed(call.node.name, f"padding added by {call.node.name!r}"))
 
 
 def _folded_into_batch(run: Propagation, call: Call, source: Tensor, result: Any) -> Any:
-    """Channels folded into the batch: with groups, channels at equal offsets in each group go together.
+    """Handle channels folded into the batch. With groups, tie the channels at equal offsets in each group.
 
-    Without groups the batch itself loses elements, and its size must follow the input's: a literal size would be that
-    of the example.
+    Without groups, the batch itself loses elements. Its size must then follow the input's: a literal would be
+    that of the example.
     """
     if result.dim() < 2 or source.dim() < 2 or 0 not in varied_dims(result) or 0 in varied_dims(source):
         return result
@@ -300,9 +300,9 @@ def _folded_into_batch(run: Propagation, call: Call, source: Tensor, result: Any
 
 
 def _refuse_parts(run: Propagation, call: Call, source: Tensor) -> None:
-    """Pin channels along a dimension whose size follows the input, as slicing writes positions down as literals.
+    """Pin channels that are taken in part along a dimension whose size follows the input.
 
-    `x.view(-1)[: x.numel()]` has the batch in that dimension.
+    Their positions would become literals, but depend on the batch: `x.view(-1)` has it in that dimension.
     """
     start = call.node.args[0]
     if not isinstance(start, fx.Node):
@@ -326,7 +326,7 @@ def _refuse_parts(run: Propagation, call: Call, source: Tensor) -> None:
 
 
 def _refuse_numbers(run: Propagation, call: Call, source: Tensor) -> None:
-    """Pin channels that are moved by a number which follows the input's size, as slicing writes it down.
+    """Pin channels that are moved by a number that follows the input's size: it would become a literal.
 
     `torch.roll(h, h.shape[3], 1)`: a larger image would move them elsewhere.
     """

@@ -28,7 +28,7 @@ _FORM = "a product of this form has no channel rule"
 
 
 def product(run: Propagation, call: Call) -> Any:
-    """Two operands, each dimension once an operand; with a matrix of parameters on one side, a linear layer."""
+    """A product of two operands without repeated dimensions; a linear layer if one is a parameter matrix."""
     operands = factors_in(call.name, call.args)
     if not operands or not all(isinstance(one, (Tensor, ParameterRef)) for one in operands):
         return run.unknown(call, _FORM)
@@ -48,7 +48,7 @@ def product(run: Propagation, call: Call) -> Any:
 def _two_operands(
     run: Propagation, call: Call, operands: tuple[Any, Any], inputs: list[list[str]], out: list[str]
 ) -> Any:
-    """An einsum of two operands: a linear layer where one of them is a matrix of parameters."""
+    """An einsum of two operands: a linear layer if one of them is a matrix of parameters."""
     for this, other in ((0, 1), (1, 0)):
         weight, tensor, others = operands[this], operands[other], inputs[other]
         if _is_weight(weight, run) and isinstance(tensor, Tensor):
@@ -154,7 +154,7 @@ def _contracted(
     """The operands' labels, made uniform along the contracted dimensions.
 
     If both operands vary along these only, their channels go together, and a mask of the operand ``masked`` restricts
-    the product to the kept ones. If one operand does, its channels stay.
+    the product to the kept ones. If only one operand does, its channels stay.
     """
     first = FIRST_FACTOR.get(call.name or "", 0)
     dims = [{d for d, name in enumerate(own) if name not in out} for own in names]
@@ -192,7 +192,7 @@ def _over_block(
 ) -> list[Tensor]:
     """The operands' labels after a product has summed over one side of a matrix; the other side remains.
 
-    The two sides of a square matrix are tied: perhaps no layer reads one of them.
+    The two sides of a square matrix are tied, because perhaps no layer reads one of them.
     """
     first = FIRST_FACTOR.get(call.name or "", 0)
     summed = [name for name in names[0] if name in names[1] and name not in out]

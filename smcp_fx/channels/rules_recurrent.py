@@ -1,8 +1,8 @@
 """Channel rules of recurrent layers: their inputs, and their hidden sizes.
 
-A hidden unit is a row of each gate in both weights and biases, a column of the recurrent weight, and a channel of
-the output. Its removal changes no other unit, as these no longer read it. `torch.nn` has one hidden size a module, so
-the units of all layers and directions go together.
+A hidden unit is a row of each gate in both weights and biases, a column of the recurrent weight, and a
+channel of the output. Removing it changes no other unit, as the others no longer read it. `torch.nn` has one
+hidden size a module, so the units of all layers and directions go together.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from smcp_fx.tracing.values import TensorInfo
 
 
 def recurrent_weight(run: Propagation, call: Call) -> Any:
-    """The rule of the layer itself records its weights."""
+    """A fixed source: the layer's own rule records the weight."""
     return run.filled(call.value, run.fixed(call.node.name, "a weight of a recurrent layer"))
 
 
@@ -62,7 +62,7 @@ def recurrent(run: Propagation, call: Call) -> Any:
 
 
 def _placed(info: Any, hidden: Tensor, ways: int) -> Any:
-    """The labels of an output: hidden units of all directions beside each other, or of one."""
+    """The labels of an output: the hidden units of one direction, or of both side by side."""
     if not isinstance(info, TensorInfo):
         return info
     both = ways > 1 and info.shape[-1] == ways * hidden.numel()

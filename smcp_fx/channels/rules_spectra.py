@@ -40,7 +40,7 @@ def pairs(run: Propagation, call: Call) -> Any:
 
 
 def from_pairs(run: Propagation, call: Call) -> Any:
-    """`view_as_complex`: both parts are of one channel."""
+    """`view_as_complex`: the two parts belong to one channel."""
     labels: Tensor = run.of(call.argument(0, "input"))
     return run.tie_along(labels, labels.dim() - 1).select(-1, 0)
 

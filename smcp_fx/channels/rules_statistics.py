@@ -1,8 +1,8 @@
 """Channel rules of operations that mix channels: norms over channels, reductions, softmax.
 
-These operations see only the kept channels, masked as well as sliced; then slicing is exact. Each is recorded (`Mix`)
-and gets masks later. If channels also vary along a dimension that is not mixed (attention heads, the branches of a
-sum over stacked tensors), they are tied along the mixed one instead.
+In the masked model, too, these operations read only the kept channels, so slicing is exact. Each is recorded
+(`Mix`) and gets masks later. If channels also vary along a dimension that is not mixed (attention heads, the
+branches of a sum over stacked tensors), they are tied along the mixed one instead.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _REDUCTIONS = {*_FORMS, *"argmax argmin all any nanmean median".split()} - {"cum
 
 
 def tie_mixed(run: Propagation, call: Call, labels: Tensor, dims: set[int]) -> Tensor | None:
-    """Tie labels along ``dims``, which an operation mixes; None where channels vary along these alone.
+    """Tie labels along ``dims``, which an operation mixes; None if channels vary along ``dims`` only.
 
     The caller then pins them, or records that they are mixed (`record_mix`).
 
@@ -61,7 +61,7 @@ def tie_mixed(run: Propagation, call: Call, labels: Tensor, dims: set[int]) -> T
 
 
 def tie_settled(run: Propagation, labels: Tensor, dims: set[int]) -> Tensor | None:
-    """The same for labels whose channel dimensions are known."""
+    """As `tie_mixed`, for labels whose channel dimensions are known."""
     varied = run.varied(labels)
     inside = [dim for dim in varied if dim in dims]
     if not inside:
@@ -78,9 +78,9 @@ def tie_settled(run: Propagation, labels: Tensor, dims: set[int]) -> Tensor | No
 
 
 def as_image(run: Propagation, call: Call, labels: Tensor, dims: set[int]) -> Tensor:
-    """Labels of images with channels in space, too (pixel shuffle), tied over space before channels are mixed.
+    """Tie labels over space before channels are mixed, if channels also lie in space (pixel shuffle).
 
-    A dimension with the same size for all images is no space: branches times groups times channels (ResNeSt).
+    A dimension with the same size for all images is not space (ResNeSt: branches, groups, channels).
     """
     if labels.dim() == 4 and dims in ({1}, {3}) and run.varied(labels) == [1, 2, 3]:
         space, source = {1, 2, 3} - dims, call.node.args[0]
@@ -128,7 +128,7 @@ def bilinear(run: Propagation, call: Call) -> Any:
 
 
 def neighbours(run: Propagation, call: Call) -> Any:
-    """Normalises each channel by its neighbours."""
+    """Local response norm: normalises each channel by its neighbours."""
     labels = run.of(call.argument(0, "input"))
     varied = run.varied(labels)
     if varied != [1]:
@@ -137,14 +137,14 @@ def neighbours(run: Propagation, call: Call) -> Any:
 
 
 def reduction(run: Propagation, call: Call) -> Any:
-    """Reduces over dimensions: to one value of the kept channels, if channels vary along these dimensions only."""
+    """Reduces over dimensions. If channels vary along these only, the result is made of the kept ones."""
     labels = run.of(call.argument(0, "input"))
     if call.name in ("max", "min"):
         other = call.argument(1, "other")
         if isinstance(other, Tensor) or len(tensor_leaves((call.args, call.kwargs))) > 1:
             return elementwise(run, call)
     dims = call.argument(2 if call.name in ("norm", "vectornorm") else 1, "dim", call.kwargs.get("axis"))
-    if dims is None or isinstance(dims, bool) or dims in ((), []):  # `x.std(False)` is not biased, over all
+    if dims is None or isinstance(dims, bool) or dims in ((), []):  # in `x.std(False)`, it is ``unbiased``
         dims = tuple(range(labels.dim()))
     reduced = {
         int(dim) % max(labels.dim(), 1) for dim in (dims if isinstance(dims, (tuple, list)) else [dims])
@@ -185,7 +185,7 @@ def form_of(call: Call) -> str | None:
 
 
 def _reads_values_alone(call: Call) -> bool:
-    """Of a maximum and its place: is only the maximum read?"""
+    """Do readers of a pair (maximum, place) read the maximum only?"""
     # `values, _ = x.max(1)` takes both, and reads one.
     users = [user for user in call.node.users if user.users or user.target is not operator.getitem]
     return all(user.op == "call_function" and user.args[1:] in ((0,), ("values",)) for user in users)
@@ -234,11 +234,11 @@ def cdist(run: Propagation, call: Call) -> Any:
 
 
 def softmax(run: Propagation, call: Call) -> Any:
-    """Mixes along one dimension: as a reduction that keeps its shape."""
+    """Mixes along one dimension, like a reduction, but keeps the shape."""
     labels = run.of(call.argument(0, "input"))
     position = 2 if call.name == "normalize" and call.module is None else 1
     dim = call.option(position, "dim")
-    if dim is None:  # torch's own choice, from before it asked for one
+    if dim is None:  # the dimension that torch chooses, a deprecated form
         dim = 1 if call.name == "normalize" or labels.dim() not in (0, 1, 3) else 0
         explicit = call.name == "normalize"
     else:
@@ -279,7 +279,7 @@ def gathered(run: Propagation, call: Call) -> Any:
         return run.unknown(call, f"channels are mixed by {call.shown!r}")
     if any(index.shape[d] != labels.shape[d] for d in run.varied(mixed)):
         return run.unknown(call, f"{call.shown!r} reads some of the channels")
-    # Of other dimensions, the first.
+    # Along the other dimensions, it reads the first elements.
     read = mixed.narrow(dim, 0, 1)[tuple(slice(size) for size in index.shape)]
     shape = tuple(index.shape)
     return bring_together(run, call, [compact(read.expand(shape)), run.of(index)], shape)
@@ -310,7 +310,7 @@ def layer_norm(run: Propagation, call: Call) -> Any:
 def group_norm(run: Propagation, call: Call) -> Any:
     """Many small groups: whole groups go. Few large groups: channels at equal places in each group go.
 
-    The latter holds, too, if whole groups would leave no choice: a U-Net whose concats are normed in other groups.
+    Channels at equal places also go if whole groups leave no choice: a U-Net norms concats in other groups.
     """
     labels = run.of(call.argument(0, "input"))
     groups = int(call.option(1, "num_groups"))

@@ -22,7 +22,7 @@ _APART = "writes to some of the channels, or in a form without a rule"
 
 
 def written(run: Propagation, call: Call) -> Any:
-    """`x[index] = y`: free where the index takes all channels."""
+    """`x[index] = y`: the channels stay free if the index takes all of them."""
     target, index, source = call.args
     parts = _parts(index, len(target.shape)) if isinstance(target, (Tensor, ParameterRef)) else None
     if parts is None:
@@ -59,7 +59,7 @@ def _parts(index: Any, rank: int) -> list[Any] | None:
     )
     if isinstance(index, list) or not plain or any(len(part.shape) != 1 for part in places):
         return None
-    if places and any(isinstance(part, int) for part in parts):  # would move the dimension of the places
+    if places and any(isinstance(part, int) for part in parts):  # numbers would move the places' dimension
         return None
     if any(part is ... for part in parts):
         at = next(i for i, part in enumerate(parts) if part is ...)

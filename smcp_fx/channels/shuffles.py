@@ -79,8 +79,8 @@ def _records(run: Propagation, root: fx.Node, chain: list[fx.Node], labels: Tens
 def _order(run: Propagation, chain: list[fx.Node], labels: Tensor) -> tuple[int, Tensor] | None:
     """The only dimension of the root along which the chain selects or permutes, and the places that it fetches.
 
-    Also None if the result differs at another size: from `[b, h // 4, 4, c]` by `[b, h, c]` to `[b, 4, h // 4, c]`
-    is a way back for h = 16 alone.
+    Also None if the result differs at another size: `[b, h // 4, 4, c]` to `[b, h, c]` to `[b, 4, h // 4, c]`
+    restores the tensor for h = 16 only.
     """
     order, root = _order_at(run, chain, run.values, varied_dims(labels)), chain[0].args[0]
     there = run.sizes.other.get(root.name) if isinstance(root, fx.Node) else None
@@ -94,7 +94,7 @@ def _order(run: Propagation, chain: list[fx.Node], labels: Tensor) -> tuple[int,
 def _order_at(
     run: Propagation, chain: list[fx.Node], values: Mapping[str, Any], varied: list[int]
 ) -> tuple[int, Tensor] | None:
-    """The same at the size that these values have; ``varied``: the root's dimensions that hold channels."""
+    """As `_order`, at the size of these ``values``; ``varied``: the root's dimensions that hold channels."""
     order: tuple[int, Tensor] | None = None
     shape = values[str(chain[0].args[0])].shape
     for dim, size in enumerate(shape):

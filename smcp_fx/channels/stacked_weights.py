@@ -44,7 +44,7 @@ class _Stack:
 
     @property
     def made(self) -> list[str]:
-        """In the order of the result."""
+        """The dimensions that the weight adds to the result, in the result's order."""
         return [name for name in self.out if name in self.held and name not in self.there]
 
     def dim(self, name: str) -> int:
@@ -65,7 +65,7 @@ def product(
     names: Sequence[list[str]],
     out: list[str],
 ) -> Tensor | None:
-    """Labels of the product if one operand is such a parameter, and the other has channels that it reads."""
+    """Labels of the product if one operand is a stack that reads the other's channels; else None."""
     for this, other in ((1, 0), (0, 1)):
         weight, tensor = operands[this], operands[other]
         if not _is_stack(weight, run) or not isinstance(tensor, Tensor):
@@ -109,7 +109,7 @@ def _layer(run: Propagation, call: Call, labels: Tensor, stack: _Stack) -> Tenso
     told_apart = [stack.made[dim] for dim in run.varied(made)] or stack.made
     at = at or max(told_apart, key=lambda name: _apart(run, made, stack.made.index(name)))
     if not decided:
-        # One dimension of each side holds the channels. All ties tell which: the second run knows.
+        # One dimension of each side holds the channels. All ties together tell the second run which.
         run.blind = True
         sides = (labels, stack.there[read]), (made, stack.made.index(at))
         inputs, outputs = (line_along(side, dim) for side, dim in sides)

@@ -25,9 +25,9 @@ DEPENDS = "depends on the size of the images, or on how many there are"
 
 
 def keep_unsteady(one: Run, other: Run) -> tuple[Units, str]:
-    """The units of the first run. Units that the second run ties differently, or pins, are pinned.
+    """The first run's units, with a pin on those that the second run ties differently or pins.
 
-    Also the first node at which the runs tie differently, or "".
+    Also returns the first node at which the runs tie differently, or "".
     """
     units = one[1]
     count = int(units.unit.max()) + 1
@@ -49,7 +49,7 @@ def keep_unsteady(one: Run, other: Run) -> tuple[Units, str]:
 
 
 def _also_pinned(why: Why, pinned_here: Tensor, mine: Tensor, theirs: Tensor, other: Run) -> Why:
-    """The reasons, with those that only arise at the other size."""
+    """The reasons ``why``, and those that arise only at the other size."""
     reasons = other[1].why
     pinned = reasons.pinned(int(other[1].unit.max()) + 1)
     new = (mine >= 0) & (theirs >= 0) & ~pinned_here[mine.clamp(min=0)] & pinned[theirs.clamp(min=0)]
@@ -87,13 +87,13 @@ def _tensors(one: Run, other: Run) -> Iterator[tuple[str, Tensor, Tensor]]:
 
 
 def _comparable(before: Tensor, after: Tensor) -> bool:
-    """Do both vary, if at all, along dimensions of the same size?"""
+    """Has every dimension along which either varies the same size in both?"""
     varied = {*varied_dims(before), *varied_dims(after)}
     return all(before.shape[dim] == after.shape[dim] for dim in varied)
 
 
 def _pair(before: Tensor, after: Tensor) -> Tensor:
-    """The units of tensors of one shape, element by element."""
+    """Pair the units of two tensors of one shape, element by element."""
     return ((narrow_uniform(before) + 1 << 32) | (narrow_uniform(after) + 1)).reshape(-1)
 
 

@@ -30,11 +30,11 @@ class ParameterRef:
         return self
 
     def place(self, dim: int) -> int | None:
-        """The parameter's dimension for this one; None for an added dimension of size 1."""
+        """The parameter's dimension at ``dim`` of this tensor; None for an added dimension of size 1."""
         return dim
 
     def size(self, dim: int | None = None) -> int | tuple[int, ...]:
-        """As a tensor's ``size``."""
+        """The same as `Tensor.size`."""
         return self.shape if dim is None else self.shape[dim]
 
 
@@ -52,7 +52,7 @@ class ParameterView(ParameterRef):
         return self.parameter
 
     def place(self, dim: int) -> int | None:
-        """The parameter's dimension for this one; None for an added dimension of size 1."""
+        """The parameter's dimension at ``dim`` of the view; None for an added dimension of size 1."""
         return self.dims[dim]
 
 
@@ -76,7 +76,7 @@ class MadeRef(ParameterRef):
 
 
 def constant_made_by(node: str) -> str:
-    """Why channels stay that are combined with a tensor made of numbers and sizes only."""
+    """Why channels stay if they are combined with a tensor made of numbers and sizes only."""
     return f"meets a constant that {node!r} makes at full width"
 
 
@@ -175,9 +175,9 @@ class Computed:
 
 @dataclass(frozen=True)
 class Norm:
-    """A batch norm, a module's call or a function's: the labels of its channels, as they arrive.
+    """A call of a batch norm (module or function), and the labels of its input's channels.
 
-    ``path``: of the module that holds its parameters and statistics; ``weight``: its name, "" without one.
+    ``path``: the module that holds its parameters and statistics; ``weight``: the weight's name, or "".
     """
 
     node: str
@@ -241,7 +241,7 @@ class Reason(NamedTuple):
 INPUT, EMPTY = "input", "empty"
 
 
-#: The factors of a dimension in the order of memory: labels of channels, or a size; and those of each dimension.
+#: A dimension's factors in memory order: labels of channels, or a size. `Mixed`: those of each dimension.
 Factors = tuple[Tensor | int, ...]
 Mixed = tuple[Factors, ...]
 
@@ -254,7 +254,7 @@ class Trail:
     ties: list[tuple[Tensor, str]] = field(default_factory=list)  # pairs of labels [2, n], their node
     pins: list[tuple[Tensor, int]] = field(default_factory=list)  # labels, index of reason
     reasons: list[Reason] = field(default_factory=list)
-    #: Nodes with a reason -> the line of the model's code that calls them, where it is known.
+    #: Nodes with a reason -> the line of the model's code that calls them, if known.
     lines: dict[str, str] = field(default_factory=dict)
     spread: list[Spread] = field(default_factory=list)
     slots: dict[str, dict[int, Tensor]] = field(default_factory=dict)  # parameter -> dim -> labels
@@ -264,7 +264,7 @@ class Trail:
     layers: list[Layer] = field(default_factory=list)
     norms: list[Norm] = field(default_factory=list)
     computed: dict[str, Computed] = field(default_factory=dict)  # weights and biases, by name
-    #: Of tensors that compute weights from the input: the factors of each dimension.
+    #: The factors of each dimension of tensors that compute weights from the input.
     mixed: dict[str, Mixed] = field(default_factory=dict)  # nodes
     mixed_parameters: dict[str, Mixed] = field(default_factory=dict)
     #: Products with a weight computed from the input that mix positions, not channels.
@@ -315,7 +315,7 @@ def tensor_leaves(tree: Any) -> list[Tensor | ParameterRef]:
 
 
 def named_leaves(tree: Any) -> Iterator[tuple[str, Tensor | ParameterRef]]:
-    """The same leaves, each with its key in the first dictionary around it, quoted; "" without a dictionary."""
+    """The leaves of `tensor_leaves`, each with its quoted key in the outermost dictionary; "" without one."""
     for path, leaf in pytree.tree_flatten_with_path(tree)[0]:
         names = [f" {key.key!r}" for key in path if isinstance(key, pytree.MappingKey)]
         for tensor in tensor_leaves(leaf):

@@ -52,7 +52,7 @@ class Why:
         return self.pinned(count) & (torch.bincount(self.units[others[self.reasons]], minlength=count) == 0)
 
     def and_also(self, units: Tensor, reason: Reason) -> Why:
-        """These reasons, and one more for these units."""
+        """These reasons, and ``reason`` as one more for ``units``."""
         more = Why([self.units, units], [0, len(self.texts)], [*self.texts, reason])
         reasons = torch.cat([self.reasons, torch.full_like(units, len(self.texts))])
         more.reasons = reasons[torch.argsort(torch.cat([self.units, units]), stable=True)]
@@ -61,7 +61,7 @@ class Why:
 
 @dataclass(frozen=True)
 class Units:
-    """``unit[label]`` for every label; ``why`` has the reasons of those that must stay."""
+    """The unit of each label, ``unit[label]``, and the reasons ``why`` units must stay."""
 
     unit: Tensor
     why: Why
@@ -117,7 +117,7 @@ def close(trail: Trail) -> Units:
     texts = list(trail.reasons)
     kept = [torch.unique(units.unit[labels[labels > 0]]) for labels, _ in pins]
     reasons = [reason for _, reason in pins]
-    emptied: dict[int, tuple[str, Tensor]] = {}  # for each unit a tensor, of several channels if one is
+    emptied: dict[int, tuple[str, Tensor]] = {}  # by unit: a tensor it covers, preferably of several channels
     for name, labels in _whole(trail):
         of = units.of(labels)
         if of.numel() and not varied_dims(of) and (unit := int(of[(0,) * of.dim()])) >= 0:
@@ -131,7 +131,7 @@ def close(trail: Trail) -> Units:
 
 
 def _empty(name: str, labels: Tensor, ties: list[tuple[Tensor, str]], units: Units) -> Reason:
-    """The reason of a tensor's only unit: of several labels, with the nodes that tied the first two, and all."""
+    """The reason for a tensor's only unit: names the nodes that tied its first two labels, and its last."""
     text = f"removing it would leave {name!r} empty"
     if labels.numel() == 1:
         return Reason(name, text, EMPTY)
@@ -160,7 +160,7 @@ def _components(ties: list[tuple[Tensor, str]], count: int) -> Tensor:
 
 
 def _labelled(trail: Trail) -> list[tuple[str, Tensor]]:
-    """Every label tensor that must be rectangular, with its node, without parameters used as tensors."""
+    """Every label tensor that must be rectangular, with its node; not parameters used as tensors."""
     trees = ((name, tree) for name, tree in trail.labels.items() if name not in trail.virtual)
     return [(name, la) for name, tree in trees for la in leaves_of(tree) if isinstance(la, Tensor)]
 
@@ -172,10 +172,10 @@ def _varied(tensors: Iterable[tuple[str, Tensor]]) -> list[tuple[str, Tensor]]:
 def _rectangular(
     labels: Tensor, units: Units, pins: list[tuple[Tensor, int]], alone: bool = False
 ) -> list[Tensor]:
-    """Ties after which one dimension varies: the dimension with most different units.
+    """Ties that leave one dimension varying: the one with the most different units.
 
-    ``alone``: for the elements of a parameter, the dimension along which they go with different channels of other
-    tensors, if there is one. A position embedding may have more positions than channels.
+    ``alone``: for the elements of a parameter, prefer the dimension along which they go with different
+    channels of other tensors. A position embedding may have more positions than channels.
     """
     own_units = units.of(labels)
     varied = varied_dims(own_units)
@@ -210,7 +210,7 @@ def _met_along(core: Tensor, own_units: Tensor, units: Units) -> list[int]:
 
 
 def _follow(spread: Spread, units: Units, pins: list[tuple[Tensor, int]]) -> list[Tensor]:
-    """Ties of a broadcast operand to the others, unless these vary where the operand has size 1."""
+    """Ties of a broadcast operand to the others; none if the others vary where it has size 1."""
     if _stays(spread, units):
         return []
     return _bind(spread.merged, spread.operand.expand_as(spread.merged), units, pins)
@@ -241,7 +241,7 @@ def read_by_layers(trail: Trail, units: Units) -> Tensor:
 
 
 def keep_unread(trail: Trail, units: Units) -> Units:
-    """Pin channels that only statistics without mask gradients read: nothing measures their worth."""
+    """Pin channels that only statistics without mask gradients read, as nothing measures their worth."""
     scored = units.among(mix.labels for mix in trail.mixes if mix.scores) | read_by_layers(trail, units)
     mixed = units.among(mix.labels for mix in trail.mixes)
     kept = (mixed & ~scored & ~units.why.pinned(units.count)).nonzero().flatten()

@@ -1,4 +1,4 @@
-"""Which channels the dimensions of a computed weight are made of.
+"""The channels that make up each dimension of a computed weight.
 
     w = (routing @ weight).view(b, o, i, 3, 3)       weight [experts, o * i * 9]
 
@@ -114,7 +114,7 @@ class Factors:
         )
 
     def kinds(self, node: fx.Node, dims: Iterable[int] | None = None) -> set[str]:
-        """The kinds of channels in a tensor, or in these of its dimensions."""
+        """The kinds of channels in a tensor, or in its dimensions ``dims``."""
         parts = self.parts(node)
         return {part.kind for d in (range(len(parts)) if dims is None else dims) for part in parts[d]} - {""}
 

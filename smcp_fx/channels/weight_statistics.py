@@ -1,4 +1,4 @@
-"""Statistics of a layer's weight that the network computes beside the layer, as StyleGAN2's demodulation:
+"""Statistics of a layer's weight that the network computes beside the layer, as in StyleGAN2's demodulation:
 
     y = conv2d(x * style, weight) * d       d = rsqrt((weight[None] * style).pow(2).sum((2, 3, 4)))
 
@@ -46,7 +46,7 @@ class WeightStatistics(Followed):
 def weight_statistics(
     module: fx.GraphModule, values: Mapping[str, Any], hidden: Collection[str], beside: Mapping[str, Dims]
 ) -> list[WeightStatistics]:
-    """Find them. ``hidden``: nodes that rules skip; ``beside``: weights whose layers are outside this graph."""
+    """Find the statistics. ``hidden``: nodes rules skip; ``beside``: weights of layers outside the graph."""
     names = canonical_names(module)
     reads: dict[str, list[fx.Node]] = {}
     for node in module.graph.nodes:

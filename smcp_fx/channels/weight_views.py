@@ -136,7 +136,7 @@ def _spelled_out(names: str, rank: int) -> list[str]:
 
 
 def _way_back(node: fx.Node) -> list[fx.Node]:
-    """The node, and those that it is moved from; the last is a parameter, or no movement."""
+    """The node, and the sources that it is moved from. The last one is a parameter, or no movement."""
     way = [node]
     while (_moves(way[-1]) or way[-1].target in EVERY_MASK) and isinstance(
         source := way[-1].args[0], fx.Node
@@ -184,7 +184,7 @@ def parameter_views(module: fx.GraphModule, shape_of: ShapeOf) -> dict[fx.Node, 
 
 
 def first_movement(module: fx.GraphModule, weight: fx.Node, name: str) -> tuple[fx.Node, fx.Node] | None:
-    """The node that moves the parameter ``name`` first, and the one that reads it, if ``weight`` is a view of it."""
+    """The first movement of parameter ``name``, and the node that reads it; None if ``weight`` is no view."""
     *way, source = _way_back(weight)
     moves = [node for node in way if node.target not in EVERY_MASK]
     if not moves or source.op != "get_attr" or canonical_names(module).get(str(source.target)) != name:
@@ -193,7 +193,7 @@ def first_movement(module: fx.GraphModule, weight: fx.Node, name: str) -> tuple[
 
 
 def _moves(node: fx.Node) -> bool:
-    """Does the node move dimensions, or add and drop some, if it keeps all elements?"""
+    """Does the node only move, add or drop dimensions, provided that it keeps all elements?"""
     if node.target is getattr:
         return node.args[1] in _ATTRIBUTES
     name = operation_name(node, None) if node.op in ("call_function", "call_method") else None

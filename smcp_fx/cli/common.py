@@ -1,4 +1,4 @@
-"""Shared by the command lines: argument parsing, consoles, and errors as one paragraph."""
+"""Shared code of the command lines: argument parsing, consoles, and errors as one paragraph."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ Main = TypeVar("Main", bound=Callable[..., int])
 
 #: Errors of a disk that is full or read-only.
 _NO_PLACE = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM}
-#: The exit code of a command whose reader went away, as shells have it for SIGPIPE.
+#: The exit code of a command whose reader went away, as in shells after SIGPIPE.
 _BROKEN_PIPE = 141
 _LONGEST_WORD = 500
 
 
 class _Help(argparse.HelpFormatter):
-    """Wraps sentences to the terminal, and leaves texts of several lines (examples) as they are."""
+    """Wraps sentences to the terminal; leaves texts of several lines (examples) as they are."""
 
     def _fill_text(self, text: str, width: int, indent: str) -> str:
         return text if "\n" in text else super()._fill_text(text, width, indent)
@@ -75,7 +75,7 @@ class CommandParser(argparse.ArgumentParser):
 
 
 def interruptible(main: Main) -> Main:
-    """Let Ctrl-C end a command in a word from its first moment on, while it loads libraries."""
+    """Let Ctrl-C end a command with one word, even while it loads libraries."""
 
     @functools.wraps(main)
     def run(*arguments: Any) -> int:
@@ -89,11 +89,11 @@ def interruptible(main: Main) -> Main:
 
 
 def wait_asleep(argv: Sequence[str] | None) -> None:
-    """Start a command again with OpenMP threads that sleep while they wait, unless the user has chosen how they wait.
+    """Restart a command with OpenMP threads that sleep while they wait, unless the user has chosen otherwise.
 
-    By default they spin, and on cores that other work shares, each keeps the one that it waits for from running:
-    beside a busy process a step of ResNet-18 on two cores took 0.8 to 3.3 s, asleep 0.4 s. The choice is read when
-    PyTorch loads. A command that is called with ``argv`` is part of another program, which stays as it is.
+    By default threads spin. On shared cores, a spinning thread then stops the one that it waits for: beside a
+    busy process, a step of ResNet-18 on two cores took 0.8 to 3.3 s with spinning, 0.4 s with sleeping ones.
+    PyTorch reads the choice on loading. A call with ``argv`` is part of another program: it does not restart.
     """
     chosen = {"OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME"} & os.environ.keys()
     if argv is None and not chosen and os.name == "posix" and torch.get_num_threads() > 1:
@@ -102,7 +102,7 @@ def wait_asleep(argv: Sequence[str] | None) -> None:
 
 
 def consoles() -> tuple[Console, Console]:
-    """Return the consoles for results (stdout) and problems (stderr), which print text without markup."""
+    """Return the consoles for results (stdout) and problems (stderr); both print text without markup."""
     return (
         _Console(highlight=False, soft_wrap=True, emoji=False, markup=False),
         _Console(stderr=True, highlight=False, soft_wrap=True, emoji=False, markup=False),
@@ -111,7 +111,7 @@ def consoles() -> tuple[Console, Console]:
 
 class _Console(Console):
     def on_broken_pipe(self) -> None:
-        """Leave this to `guarded`; `rich` would end the process with a failure."""
+        """Leave the error to `guarded`; `rich` would end the process with a failure."""
         raise
 
 
@@ -126,8 +126,8 @@ def guarded(
 ) -> int:
     """Run a command, report errors in one paragraph, and return the exit code.
 
-    With ``debug``, errors are raised as they are. ``interrupted`` is added to the message on Ctrl-C, ``advice`` to
-    that of a failed write.
+    With ``debug``, errors are raised as they are. ``interrupted`` extends the message on Ctrl-C, ``advice``
+    the message of a failed write.
     """
     try:
         code = run()
@@ -148,7 +148,7 @@ def guarded(
     except OSError as error:
         if debug:
             raise
-        if not error.filename:  # perhaps standard output's: the rest of its buffer cannot be written either
+        if not error.filename:  # perhaps of standard output: the rest of its buffer would fail, too
             _give_up_stdout()
         where = f": {error.filename}" if error.filename else ""
         more = f". {advice}" if error.errno in _NO_PLACE else ""
@@ -184,9 +184,9 @@ def one_line(text: object) -> str:
 
 
 def _tell_any_text() -> None:
-    """Let standard output and error print characters that their encoding lacks, as escapes.
+    """Make standard output and error print characters that their encoding lacks as escapes.
 
-    If the caller closed them, output is dropped instead of going into a file that gets their number.
+    If the caller closed a stream, drop its output: it must not go into a file that gets the stream's number.
     """
     for name in ("stdout", "stderr"):
         if getattr(sys, name) is None:
@@ -197,7 +197,7 @@ def _tell_any_text() -> None:
 
 
 def _give_up_stdout() -> None:
-    """Leave nothing for the interpreter to write at exit, which would fail again."""
+    """Discard unwritten output: writing it at exit would fail again."""
     try:
         sys.stdout.flush()
     except (OSError, ValueError):

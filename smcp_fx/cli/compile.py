@@ -12,7 +12,7 @@ from smcp_fx.cli.common import CommandParser, consoles, guarded, interruptible, 
 from smcp_fx.cli.flags import add_backend_options, add_options, chosen, own_options
 from smcp_fx.config import PruningConfig
 
-#: Measured this far above the target (a fraction of the dense latency), the run counts as missed. Chosen, not
+#: A run misses its target if it measures this far above it (a fraction of the dense latency). Chosen, not
 #: measured.
 MISSED = 0.03
 
@@ -63,7 +63,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     console, problems = consoles()
     if not (sys.argv[1:] if argv is None else argv):
         return guarded("smcp-compile", lambda: _usage(console), problems, debug=False)
-    if arguments["backend"] != "torch":  # PyTorch is timed as it is by itself
+    if arguments["backend"] != "torch":  # PyTorch is timed with its own defaults
         wait_asleep(argv)
     debug = arguments.pop("debug")
     how_on = "Give the same command again."

@@ -1,4 +1,4 @@
-"""Flags from the fields of a dataclass, and the dataclass from the flags given."""
+"""Makes flags from the fields of a dataclass, and the dataclass from parsed flags."""
 
 from __future__ import annotations
 
@@ -75,13 +75,13 @@ def chosen(kind: type[T], arguments: Mapping[str, Any]) -> T:
 
 
 def add_backend_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options that only one backend has, a group each."""
+    """Add the options that only one backend has, one group per backend."""
     for title, kind in backend_options().values():
         add_options(parser.add_argument_group(title), kind)
 
 
 def own_options(backend: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a backend's own options; those of the others are looked at, too, and left."""
+    """Return a backend's own options; the other backends' options are checked, too, but ignored."""
     by_backend = {name: asdict(chosen(kind, arguments)) for name, (_, kind) in backend_options().items()}
     return by_backend.get(backend, {})
 

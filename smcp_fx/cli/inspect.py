@@ -1,4 +1,4 @@
-"""smcp-inspect: what may be pruned in a model, what must stay, and why."""
+"""smcp-inspect: shows the channels of a model that may be pruned, and why the others must stay."""
 
 from __future__ import annotations
 
@@ -150,7 +150,7 @@ def _print(arguments: argparse.Namespace, inspection: Any, console: Console) -> 
 
 
 def _asked(arguments: argparse.Namespace, inspection: Any, facts: dict[str, Any]) -> Any:
-    """Return what --json prints: everything, or the group, module or channel asked about."""
+    """Return the content for --json: everything, or the requested group, module or channel."""
     from smcp_fx.inspection.text import layers_of
 
     if arguments.group is not None:

@@ -1,4 +1,4 @@
-"""The options that name a network and a runtime, and their meaning."""
+"""Options for a network and a runtime, and the objects that they name."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 def add_targets_option(parser: argparse.ArgumentParser) -> None:
-    """Add the option that leaves rows out which no pruning rests on."""
+    """Add the option to take only the rows that pruning to given fractions needs."""
     parser.add_argument("--targets", type=fractions, metavar="LIST",
                         help="only the rows that prunings to these fractions rest on (0.6,0.4,0.25), in rounds; "
                         "without it the whole range of every width")  # fmt: skip
@@ -41,7 +41,7 @@ class Network:
     def latency(
         self, table: LatencyTable, fingerprint: Fingerprint, measurer: Measurer | None = None
     ) -> NetworkLatency:
-        """Return its latency by the rows of a table; without a ``measurer``, as if its weights were in cache."""
+        """Return the latency by a table's rows; without a ``measurer``, as if all weights were in cache."""
         from smcp_fx.latency.network import NetworkLatency
         from smcp_fx.latency.residency import Residency
 
@@ -58,7 +58,7 @@ def wanted_of(
     table: LatencyTable,
     fingerprint: Fingerprint,
 ) -> list[tuple[Block, tuple[tuple[int, ...], ...]]]:
-    """Return the rows of ``blocks``, some of the network's, to measure next on another device, block by block."""
+    """Return the next rows to measure on another device, by block; ``blocks``: some of the network's."""
     from smcp_fx.blocks.sharing import rows_by_block
     from smcp_fx.latency.rounds import rows_for_targets
 
@@ -71,7 +71,7 @@ def wanted_of(
 
 
 def add_network_options(parser: argparse.ArgumentParser, model: bool = False) -> None:
-    """Add the options that say which network at which size, and measured in what."""
+    """Add the options for the network, its input size, and the runtime to measure in."""
     if model:
         parser.add_argument(
             "--model", metavar="MODEL", help="torchvision:NAME, timm:NAME, onnx:FILE, or file.py:factory"
@@ -97,7 +97,7 @@ def backend_of(arguments: argparse.Namespace) -> Backend:
 
 
 def fingerprint_of(arguments: argparse.Namespace) -> Fingerprint:
-    """Return the fingerprint of the backend that the options name, with the device that they name."""
+    """Return the fingerprint of the backend and the device that the options name."""
     fingerprint = backend_of(arguments).fingerprint()
     return replace(fingerprint, device=arguments.device) if arguments.device else fingerprint
 

@@ -1,4 +1,4 @@
-"""smcp-table: measure, show, join, exchange and check latency tables."""
+"""smcp-table: measure, show, merge, exchange and check latency tables."""
 
 from __future__ import annotations
 
@@ -125,7 +125,7 @@ def _measure(arguments: argparse.Namespace, console: Console) -> int:
 
         return exchange(arguments, console, *_shard(arguments.shard))
     shard, shards = _shard(arguments.shard)
-    if arguments.table.exists():  # report an unusable one before anything is built
+    if arguments.table.exists():  # report an unusable table before building anything
         LatencyTable(arguments.table).close()
     if arguments.targets and shards > 1:
         raise InputError("--targets needs all of the network: leave --shard out")
@@ -170,7 +170,7 @@ def _measure(arguments: argparse.Namespace, console: Console) -> int:
 
 
 def _print_errors(error: HeldOutError, console: Console) -> None:
-    """Print how well rows predict each other."""
+    """Print the errors of rows predicted from each other."""
     from smcp_fx.latency.table import MEASURABLE_MS
 
     if not error.points:
@@ -245,7 +245,7 @@ def _write_models(folder: Path, wanted: Sequence[tuple[Any, tuple[int, ...]]]) -
     from smcp_fx.backends.onnx.export import write_model
 
     folder.mkdir(parents=True, exist_ok=True)
-    for earlier in folder.glob(f"{'[0-9]' * 5}_*.onnx"):  # of another round, whose lines were others
+    for earlier in folder.glob(f"{'[0-9]' * 5}_*.onnx"):  # of an earlier round, with other lines
         earlier.unlink()
     models = BlockModels()
     for number, (block, widths) in enumerate(wanted, 2):  # the line of its row in a CSV file

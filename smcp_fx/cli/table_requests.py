@@ -1,4 +1,4 @@
-"""smcp-table measure for devices without this library: requests out, answers in."""
+"""smcp-table measure for devices without this library: writes requests, reads answers."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 def exchange(arguments: argparse.Namespace, console: Console, shard: int, shards: int) -> int:
-    """Read a folder's answers into the table, then write the rows needed next; return 1 if rows failed."""
+    """Read a folder's answers into the table, then write the next requests; return 1 if rows failed."""
     if arguments.backend != "tensorrt":
         raise InputError(
             "--emit-requests and --read-answers are for --backend tensorrt; see also smcp-table export"

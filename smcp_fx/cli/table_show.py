@@ -1,4 +1,4 @@
-"""smcp-table show: what is in a table, measured on what and when."""
+"""smcp-table show: the content of a table, with its devices and times."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from smcp_fx.latency.store import TableRow
 
 
 def show(path: Path, rows: Sequence[TableRow], block: str | None, console: Console) -> None:
-    """Print the rows by fingerprint: a line a block, or a line a row of the blocks whose name holds ``block``."""
+    """Print rows by fingerprint: one line per block, or per row of the blocks whose names hold ``block``."""
     if not rows:
         console.print(f"{path} is an empty latency table")
     by_print: dict[str, list[TableRow]] = defaultdict(list)

@@ -1,4 +1,4 @@
-"""The main job as a library: from a model, data and a target to measured files."""
+"""The compile command as a library: from a model, data and a target to measured files."""
 
 from smcp_fx.compiler.pipeline import compile_model
 from smcp_fx.compiler.settings import CompileSettings

@@ -51,7 +51,7 @@ def calibration_batches(
 def repaired(
     prepared: PreparedModel, batches: Batches, fitted: FittedModel, data: ImageData, progress: Progress
 ) -> Repaired:
-    """Slice the network by its present masks, and repair what is left."""
+    """Slice the network by its present masks, and repair the rest."""
     smaller = convert(prepared)
     sliced = accuracy(smaller, fitted, data)
     report = repair(smaller, prepared, batches, progress=progress)
@@ -61,7 +61,7 @@ def repaired(
 def calibration_facts(
     outcome: Repaired, prepared: PreparedModel, images: int, labelled: bool, dense: float
 ) -> CalibrationFacts:
-    """Return the report's part on calibration."""
+    """Return the report's section on calibration."""
     names = ("path", "before", "after", "repaired", "positions", "inputs", "left")
     return CalibrationFacts(
         images=images,
@@ -89,12 +89,12 @@ def _worth(prepared: PreparedModel) -> tuple[WorthRow, ...]:
 
 
 def save_choice(path: Path, prepared: PreparedModel, facts: CalibrationFacts) -> None:
-    """Write the masks that were chosen, and what the report says of the repair."""
+    """Write the chosen masks, and the report's section on calibration."""
     save_checkpoint(path, prepared, extras={"calibration": asdict(facts)})
 
 
 def load_choice(path: Path, prepared: PreparedModel) -> CalibrationFacts:
-    """Go back to the masks of a file, and return what the report says; raises `CheckpointError` for other files."""
+    """Restore a file's masks, and return its report section; raises `CheckpointError` for other files."""
     try:
         facts = dict(load_checkpoint(path, prepared)["calibration"])
         layers = tuple(RepairRow(**row) for row in facts.pop("layers"))

@@ -16,7 +16,7 @@ from smcp_fx.storage.files import brief, locked, read_json, write_texts
 
 #: The folder of a run without --out: this, or this with the next number.
 _DEFAULT = Path("runs/compile")
-#: What a folder may hold in which a run begins; and names that begin with a dot.
+#: Names that a new run's folder may hold; names that begin with a dot are allowed, too.
 _EMPTY = {"lost+found", "state"}
 _SETTINGS = "settings.json"
 
@@ -24,7 +24,7 @@ _SETTINGS = "settings.json"
 def placed(settings: CompileSettings) -> CompileSettings:
     """Return the settings with the absolute folder of their run, since the working directory may change.
 
-    Without ``out`` it is runs/compile, or the next number that is free (runs/compile-2); to resume, the last.
+    Without ``out`` it is runs/compile or the next free number (runs/compile-2); to resume, the last one.
     """
     if settings.out is not None:
         return replace(settings, out=str(Path(settings.out).absolute()))
@@ -43,7 +43,7 @@ def placed(settings: CompileSettings) -> CompileSettings:
 
 
 def how_to_go_on(settings: CompileSettings, config: PruningConfig) -> str:
-    """Say how an interrupted run of these settings (after `placed`) goes on: by --resume, if it had begun."""
+    """Say how to continue an interrupted run of these settings (after `placed`): by --resume, if begun."""
     text = settings.folder / "state" / _SETTINGS
     try:
         begun = json.loads(text.read_text(encoding="utf-8")) == as_record(settings, config)
@@ -67,7 +67,7 @@ class RunFolder:
         self._begun = False
 
     def look(self) -> None:
-        """Raise `CheckpointError` if a run would be lost, or there is none to resume; change nothing."""
+        """Raise `CheckpointError` if a run would be lost, or if there is none to resume; change nothing."""
         try:
             if self._resume:
                 self._compare()
@@ -80,7 +80,7 @@ class RunFolder:
         except OSError as error:
             raise InputError(f"cannot read {self.folder}: {error.strerror or error}") from error
         listed = f"{', '.join(there[:4])}{', ...' if len(there) > 4 else ''}"
-        if there and not ours:  # files of a run's names would be replaced
+        if there and not ours:  # a run would replace files of the same names
             raise CheckpointError(
                 f"{self.folder} holds files that are no run's ({listed}): give an --out that is new or empty"
             )

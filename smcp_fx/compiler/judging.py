@@ -1,4 +1,4 @@
-"""What networks are held against: labels, or the dense network's outputs; warnings about accuracies."""
+"""The reference for networks: labels, or the dense network's outputs; warnings about accuracies."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ _AT_ONCE = 64
 
 
 def held_against_dense(data: ImageData, fitted: FittedModel, kinds: Kinds | None, tell: Teller) -> ImageData:
-    """Return data without labels with the dense network's outputs beside its test samples, and what these are.
+    """Return unlabelled data with the dense network's outputs beside its test samples, and their kinds.
 
-    ``kinds``: as the user says it; else what can be measured tells it, or what the model says of itself. Raises
-    `InputError` where kinds do not fit the outputs.
+    ``kinds``: given by the user; otherwise read from the outputs, or from the model's own description. Raises
+    `InputError` if kinds do not fit the outputs.
     """
     with tell.stage("running the dense network on the test samples"):
         data = data.beside(fitted.model, fitted.channels, fitted.size)
@@ -46,7 +46,7 @@ def held_against_dense(data: ImageData, fitted: FittedModel, kinds: Kinds | None
 
 
 def held_out_divergence(network: nn.Module, data: ImageData, fitted: FittedModel) -> float:
-    """Return how far a network's outputs are from those beside the test samples: as `Objective.distance`."""
+    """Return the `Objective.distance` of a network's outputs from the outputs beside the test samples."""
     assert data.answers is not None
     objective, device = Objective(network, outputs=data.answers.kinds, quiet=True), device_of(network)
     total, count = 0.0, 0
@@ -59,7 +59,7 @@ def held_out_divergence(network: nn.Module, data: ImageData, fitted: FittedModel
 
 
 def dense_accuracy(fitted: FittedModel, data: ImageData, tell: Teller) -> float:
-    """Return the accuracy of given weights; print it, beside the one they should have."""
+    """Return the accuracy of given weights; print it beside their published accuracy."""
     with tell.stage("testing the dense model"):
         share = accuracy(fitted.model, fitted, data)
     said = "" if fitted.accuracy is None else f"; its weights are said to reach {fitted.accuracy:.2%}"

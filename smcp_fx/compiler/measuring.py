@@ -1,4 +1,4 @@
-"""Engines of the dense and the pruned network, and corrections of the table by measured ones."""
+"""Engines of the dense and the pruned network, and corrections of predicted latencies by measured ones."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from smcp_fx.storage.files import brief, read_json, write_texts
 from smcp_fx.zoo.data import ImageData, as_tuple
 from smcp_fx.zoo.models import FittedModel
 
-#: A table is refused if it differs from the dense network's engine by more than this factor, and how often the engine
-#: is measured before that.
+#: A table is refused if it differs from the dense network's engine by more than this factor in each of so
+#: many measurements.
 FAR, _ASKED = 1.5, 3
 
 
@@ -41,8 +41,8 @@ class Corrector:
     """Measures the network that a solve chose, and corrects the pruner's target, before masks are fixed.
 
     The table's sum and the engine's latency may differ by a factor (fusion across blocks, caches); the
-    pruner's ``correction`` is that factor for the fraction pruned / dense. ``comparisons`` are kept in ``state``,
-    so that a resumed run knows them.
+    pruner's ``correction`` is that factor for the fraction pruned / dense. ``comparisons`` are stored in
+    ``state`` for a resumed run.
     """
 
     def __init__(
@@ -67,7 +67,7 @@ class Corrector:
         self._engine: Engine | None = None  # of the candidate that is measured
 
     def to(self, fraction: float) -> Corrector:
-        """Return the same for another fraction of the dense latency."""
+        """Return a corrector for another fraction of the dense latency."""
         state = self.file.parent
         return Corrector(self.prepared, self.backend, self.dense, self.inputs, fraction, state, self.say)
 
@@ -81,7 +81,7 @@ class Corrector:
         if solve.step == schedule.last_step:
             self.fit(solve.step)
         elif solve.step + schedule.every >= schedule.ramp_end and not self.comparisons:
-            # Correct one solve before the target arrives, so that masks can stay from then on.
+            # Correct one solve before the target arrives, so that masks need not change afterwards.
             _Candidate(self, "first masks near the target", solve.step).measure()
             self._drop_engine()
             self._aim(aim_for(self.fraction, self._told()))
@@ -128,7 +128,7 @@ class Corrector:
         pruner.correction = best.correction  # belongs to these masks
 
     def _told(self) -> list[tuple[float, float]]:
-        """Return pairs predicted (ms) and measured (a fraction of the dense latency) so far."""
+        """Return all pairs of predicted (ms) and measured latency (a fraction of the dense one) so far."""
         return [(c.predicted_ms, c.measured.fraction) for c in self.comparisons if c.predicted_ms]
 
     def _aim(self, ms: float) -> None:
@@ -167,7 +167,7 @@ class Corrector:
 
 
 class _Candidate:
-    """The network that the present masks make; see `seeking.Candidate`. ``below``: its solve found none nearer."""
+    """The network of the present masks; see `seeking.Candidate`. ``below``: its solve found no nearer one."""
 
     def __init__(self, corrector: Corrector, name: str, step: int) -> None:
         pruner = corrector.prepared.pruner
@@ -177,14 +177,14 @@ class _Candidate:
         self._corrector, self._name, self._step, self._measured = corrector, name, step, False
 
     def measure(self) -> RelativeLatency:
-        """Measure it; the second time in a session of its own."""
+        """Measure the network; a second call measures it in a new session."""
         again, self._measured = self._measured, True
         name = f"{self._name}, again" if again else self._name
         return self._corrector.measure(name, self.predicted, self._step, again)
 
 
 def compared(dense: Engine, pruned: Engine) -> RelativeLatency:
-    """Compare two files in new sessions: one that began right after an export runs up to a tenth slower."""
+    """Compare two files in new sessions: a session begun right after an export runs up to a tenth slower."""
     with dense.reload() as one, pruned.reload() as other:
         return compare(one, other)
 
@@ -232,7 +232,7 @@ def accuracy_of(engine: Engine, data: ImageData, fitted: FittedModel, batch: int
         inputs, count = as_tuple(images), len(as_tuple(images)[0])
         filled = [
             torch.cat([value, value[:1].expand(batch - count, *value.shape[1:])]) if count < batch else value
-            for value in inputs  # engines of a fixed batch take only full ones
+            for value in inputs  # engines of a fixed batch take only full batches
         ]
         outputs = [
             torch.from_numpy(output[:count] if count < batch else output)

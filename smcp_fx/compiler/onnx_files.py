@@ -1,4 +1,4 @@
-"""Runs that begin with an ONNX file: its network, and the samples that it is pruned by."""
+"""Runs that begin with an ONNX file: its network, and the samples to prune it by."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _AT_ONCE = 32
 def network_and_samples(
     settings: CompileSettings, base: Path, backend: Backend, tell: Teller
 ) -> tuple[FittedModel, Samples]:
-    """Return the network of the file that the settings name, and its samples; the backend writes files like it.
+    """Return the settings' ONNX network and its samples, and make the backend write files like the given one.
 
     Raises `InputError`.
     """

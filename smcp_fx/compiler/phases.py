@@ -1,4 +1,4 @@
-"""The phases in which a run trains: the dense network, masks while they are learnt, the repaired network."""
+"""The training phases of a run: the dense network, the network that learns masks, the repaired network."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from smcp_fx.training import Epoch, Teacher, TrainingLoop
 from smcp_fx.zoo.data import ImageData
 from smcp_fx.zoo.models import FittedModel
 
-#: So many training images tell the statistics of batch norms. Chosen, not measured.
+#: Training images that batch norms' statistics are estimated from. Chosen, not measured.
 _STATISTICS_IMAGES = 4096
-#: Averages of this momentum, PyTorch's own, follow weights that settle: estimates of 2,048 images were no better
-#: (docs: experiments.md).
+#: Running averages of at least this momentum, PyTorch's default, follow settling weights: estimates from
+#: 2,048 images were no better (docs: experiments.md).
 _QUICK = 0.1
 #: Share of the dense training's learning rate that a pruned network peaks at. Chosen: at small budgets a third of the
 #: dense rate was best, at larger ones all of it (docs: experiments.md).
@@ -44,11 +44,11 @@ class Phases:
 
     @property
     def trains_dense(self) -> bool:
-        """Is the dense network trained here?"""
+        """Whether this run trains the dense network."""
         return not self.fitted.trained and self.settings.dense_epochs > 0
 
     def dense(self) -> list[Epoch]:
-        """Train the dense network, where it starts without weights."""
+        """Train the dense network if it starts without weights."""
         settings = self.settings
         if not self.trains_dense:
             return []
@@ -83,11 +83,11 @@ class Phases:
 
     @property
     def tuning(self) -> bool:
-        """Is there a checkpoint of the repaired network to go on from?"""
+        """Whether there is a checkpoint of the repaired network to continue from."""
         return checkpoint_of(self.settings, "tuning").exists()
 
     def recalibrate(self, smaller: nn.Module) -> None:
-        """Estimate batch norms anew where averages of a small momentum (MobileNetV3's) are far behind the weights."""
+        """Re-estimate batch norms if averages of a small momentum (MobileNetV3's) lag behind the weights."""
         norms = [
             part for part in smaller.modules() if isinstance(part, _BatchNorm) and part.track_running_stats
         ]
@@ -97,7 +97,7 @@ class Phases:
             recalibrate(smaller, itertools.islice(batches, max(1, _STATISTICS_IMAGES // batch)))
 
     def _pruned(self, network: nn.Module, name: str) -> TrainingLoop:
-        """The loop of a network that was or is pruned."""
+        """Return the training loop of a network that was or is being pruned."""
         settings = self.settings
         return training_loop(
             network, self.fitted, self.data, settings, name, epochs=settings.epochs, lr=settings.rate * _FINE,
@@ -105,7 +105,7 @@ class Phases:
         )  # fmt: skip
 
     def _teacher(self) -> tuple[Teacher | None, float]:
-        """The dense network to learn from, and its share; none of one that knows nothing."""
+        """Return the dense network to learn from, and its share; no teacher if it only guesses."""
         trained = self.fitted.trained or self.settings.dense_epochs > 0
         taught = self.settings.taught if self.data.labelled else 1.0
         if not taught or not trained or is_guessing(self.dense_accuracy, self.data.classes):
@@ -116,7 +116,7 @@ class Phases:
     def _run(
         self, loop: TrainingLoop, name: str, solved: Callable[[Solve], None] | None = None
     ) -> list[Epoch]:
-        """Train a network that was or is pruned to the end, and tell each epoch."""
+        """Run the loop of a pruned network to the end, and report each epoch."""
         classes = self.data.classes
 
         def finished(epoch: Epoch) -> None:

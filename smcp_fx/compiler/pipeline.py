@@ -56,17 +56,17 @@ from smcp_fx.zoo.models import FittedModel, load_model
 from smcp_fx.zoo.pretrained import preprocessing_of, pretrained_weights
 from smcp_fx.zoo.weights import read_weights
 
-#: What only masks that are learnt while training heed.
+#: Options that apply only to masks learnt while training.
 _LEARNT = ("mask", "momentum", "memory", "tolerance")
 
 
 def compile_model(
     settings: CompileSettings, config: PruningConfig | None = None, console: Console | None = None
 ) -> Report:
-    """Run the whole way and return the report that was written to ``settings.out``.
+    """Run all stages and return the report that was written to ``settings.out``.
 
-    Raises the library's errors for whatever does not fit; what was finished stays in ``--out`` and a run with
-    ``resume`` goes on from there.
+    Raises the library's errors for anything that does not fit. Finished stages stay in ``--out``; a run with
+    ``resume`` continues from there.
     """
     config, usual = config or PruningConfig(), PruningConfig()
     for name in _LEARNT:
@@ -85,9 +85,9 @@ class _Compilation:
         self.saver = Saver(settings, self.tell)
         self.folder = RunFolder(settings, as_record(settings, config))
         self.base = Path.cwd()  # where relative paths begin, whatever a factory of data or models changes
-        self.device = torch.device("cpu")  # that the model is trained on
-        self._told: MeasureReport | None = None  # up to the last solve
-        self._begun: MeasureReport | None = None  # what the rows took that prices begin with
+        self.device = torch.device("cpu")  # the training device
+        self._told: MeasureReport | None = None  # rows measured up to the last solve
+        self._begun: MeasureReport | None = None  # rows measured for the first prices
 
     def go(self) -> Report:
         settings = self.settings
@@ -110,7 +110,7 @@ class _Compilation:
             workers=settings.workers,
         )
         if settings.trains:
-            settings.schedule(data.steps_per_epoch(settings.train_batch))  # one that does not fit is told now
+            settings.schedule(data.steps_per_epoch(settings.train_batch))  # fail now if it does not fit
         weights = None
         if settings.has_weights:
             file = settings.weights
@@ -119,7 +119,7 @@ class _Compilation:
         return self._begin(fitted, data, backend)
 
     def _begin(self, fitted: FittedModel, data: ImageData, backend: Backend) -> Report:
-        """Look whether the run can be done, and do it."""
+        """Check that the run can be done, and do it."""
         settings = self.settings
         for note in fitted.notes:
             self.tell.note(note)
@@ -191,7 +191,7 @@ class _Compilation:
     def _pruned(
         self, prepared: PreparedModel, phases: Phases, corrector: Corrector, cost: str | LatencyCost
     ) -> tuple[nn.Module, Corrector, list[Epoch], dict[str, Any]]:
-        """The pruned and trained network, what measured it, its epochs, and what the report says of calibration."""
+        """Return the pruned and trained network, its corrector, its epochs, the report's extra fields."""
         corrects = isinstance(cost, LatencyCost) and not cost.foreign
         results: list[Epoch] = []
         without: dict[str, Any] = {}
@@ -213,7 +213,7 @@ class _Compilation:
         return smaller, corrector, results, without
 
     def _write(self, report: Report, prepared: PreparedModel, pruned: Engine) -> Report:
-        """Write the report, with the engine's layers where it tells them, and print its tables."""
+        """Write the report, with the engine's layers if it reports them, and print its tables."""
         folder, network_latency = self.settings.folder, latency_of(prepared.pruner.cost)
         layers = pruned.layers() if network_latency is not None else []
         if network_latency is not None and layers:
@@ -230,11 +230,11 @@ class _Compilation:
     # ---- stages -----------------------------------------------------------------------------------------
 
     def _check_early(self, fitted: FittedModel, backend: Backend, inputs: tuple[torch.Tensor, ...]) -> None:
-        """Find out first whether the model can be prepared and written, and an exact target reached."""
+        """Check first that the model can be prepared and exported, and that an exact target is in reach."""
         image = fitted.examples(self.settings.batch if fitted.output_names else 2)
         exact = self.settings.cost != "latency"
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # the run's own `prepare` says it again
+            warnings.simplefilter("ignore")  # the run's own `prepare` repeats them
             trial = prepare(
                 fitted.model,
                 image,
@@ -259,7 +259,7 @@ class _Compilation:
     def _check_table(
         self, phases: Phases, backend: Backend, inputs: tuple[torch.Tensor, ...], cost: str | LatencyCost
     ) -> None:
-        """Fill the table; hold it against the network, and the target against it, before anything is trained."""
+        """Fill the table; check it against the network, and the target against it, before any training."""
         if not isinstance(cost, LatencyCost) or cost.foreign or not phases.trains_dense:
             return
         trial = self._prepare(phases.fitted, phases.data, inputs, cost)
@@ -288,7 +288,7 @@ class _Compilation:
         if network_latency is not None and network_latency.report is not None:
             if self._begun is not None:
                 self._begun = network_latency.report = network_latency.report.after(self._begun)
-                return prepared  # what follows was said then
+                return prepared  # the rest has been reported already
             self._begun = report = network_latency.report
             self.tell.say(
                 f"{report.measured} rows measured, {report.reused} were there, in {duration(report.seconds)}"
@@ -308,7 +308,7 @@ class _Compilation:
     def _chosen(
         self, prepared: PreparedModel, phases: Phases, corrector: Corrector, corrects: bool
     ) -> tuple[nn.Module, Corrector, dict[str, Any]]:
-        """`_calibrate`, or what it came to before the run was interrupted."""
+        """Run `_calibrate`, or load its result from before the run was interrupted."""
         choice = self.settings.folder / "state" / "chosen.safetensors"
         if self.settings.resume and choice.exists() and phases.tuning:
             facts = load_choice(choice, prepared)
@@ -320,7 +320,7 @@ class _Compilation:
         return smaller, corrector, fields
 
     def _tell_rows(self, prepared: PreparedModel, name: str) -> None:
-        """Say which rows solves had measured, once there are new ones."""
+        """Report the number of rows that solves have measured, if there are new ones."""
         latency = latency_of(prepared.pruner.cost)
         if latency is None or latency.report is None:
             return
@@ -333,10 +333,10 @@ class _Compilation:
     def _calibrate(
         self, prepared: PreparedModel, phases: Phases, corrector: Corrector, corrects: bool
     ) -> tuple[nn.Module, Corrector, dict[str, Any]]:
-        """Prune and repair without training: the (last) target's network, what measured it, the report's part.
+        """Prune and repair without training; return the last target's network, its corrector, report fields.
 
-        ``corrects``: latencies are measured, and masks solved for again. The networks of other targets get files of
-        their own on the way.
+        ``corrects``: latencies are measured, and masks solved for again. The networks of other targets are
+        written to files of their own.
         """
         fitted, data, dense = phases.fitted, phases.data, phases.dense_accuracy
         settings, pruner = self.settings, prepared.pruner
@@ -385,7 +385,7 @@ class _Compilation:
     def _emitted(
         self, prepared: PreparedModel, fixed: Repaired, corrector: Corrector, target: float
     ) -> TargetRow:
-        """Write the network of one of several targets, measure it, and return its point of the curve."""
+        """Write one target's network, measure it, and return its point of the curve."""
         path = self.settings.folder / f"pruned-{target:g}.onnx"
         network = fixed.network.cpu()
         self.saver.save(network, prepared, weights := path.with_suffix(".safetensors"))

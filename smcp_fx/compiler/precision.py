@@ -1,4 +1,4 @@
-"""Networks of less precision than float32: their calibration, and the same networks in float32 beside them."""
+"""Networks of less precision than float32: their calibration, and their comparison with float32 copies."""
 
 from __future__ import annotations
 
@@ -19,22 +19,22 @@ from smcp_fx.report.schema import PrecisionFacts
 from smcp_fx.zoo.data import ImageData
 from smcp_fx.zoo.models import FittedModel
 
-#: Images that tell the ranges of activations: more widened them by little. Chosen, not measured.
+#: Images that give the ranges of activations: more widened the ranges only a little. Chosen, not measured.
 _RANGE_IMAGES = 128
-#: A loss of accuracy by more than this is looked into, and so many layers are named. Chosen, not measured.
+#: A loss of accuracy above this is traced to layers, and this many layers are named. Chosen, not measured.
 _LOSS, _NAMED = 0.01, 5
 
 
 @dataclass(frozen=True)
 class Precision:
-    """The precision of a run's files: that of its ``backend``."""
+    """The precision of a run's files, set by its ``backend``."""
 
     backend: Backend
     settings: CompileSettings
     tell: Teller
 
     def calibrate(self, fitted: FittedModel, data: ImageData) -> None:
-        """Give the backend training images, where it quantises."""
+        """Give the backend training images, if it quantises."""
         if not self.backend.calibrated:
             return
         images, host = min(_RANGE_IMAGES, self.settings.calibration), torch.device("cpu")
@@ -46,7 +46,7 @@ class Precision:
         self.backend.calibrate([x.numpy() for (x,), _ in batches])
 
     def choose_kept(self, full: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[str, ...]:
-        """Leave the layers of the dense network in float whose quantisation does most harm, as many as asked for."""
+        """Leave the requested number of layers in float: those whose quantisation does the most harm."""
         if not self.settings.int8_keep:
             return ()
         with self.tell.stage("quantising one layer after the other"):
@@ -66,9 +66,9 @@ class Precision:
         data: ImageData,
         fitted: FittedModel,
     ) -> PrecisionFacts | None:
-        """Emit, measure and test the dense and the pruned ``networks`` in float32; None where the run is in that.
+        """Emit, measure and test the dense and the pruned ``networks`` in float32; None if the run uses it.
 
-        ``pruned``: the emitted engine; ``accuracies``: of the emitted files.
+        ``pruned``: the emitted engine; ``accuracies``: the accuracies of the emitted files.
         """
         plain, settings = self.backend.full_precision(), self.settings
         if plain is None:
@@ -112,5 +112,5 @@ def file_of(folder: Path, side: str) -> Path:
 
 
 def told_errors(errors: Mapping[str, float]) -> str:
-    """Return layers with their errors, for people."""
+    """Return layers with their errors, as text."""
     return ", ".join(f"{name} ({error:.1%})" for name, error in errors.items())

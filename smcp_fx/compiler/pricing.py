@@ -17,9 +17,9 @@ from smcp_fx.prepared import PreparedModel
 
 
 def chosen_cost(settings: CompileSettings, base: Path, backend: Backend, tell: Teller) -> str | LatencyCost:
-    """Return the cost by name, or that of the latency table; ``base``: folder that a relative path starts from.
+    """Return the cost's name, or the latency table's cost; ``base``: the start of relative paths.
 
-    Raises `TableError` for a damaged table, and for one of another device or runtime that is not allowed.
+    Raises `TableError` for a damaged table, and for a table of another device or runtime that is not allowed.
     """
     if settings.cost != "latency":
         return settings.cost
@@ -32,7 +32,7 @@ def chosen_cost(settings: CompileSettings, base: Path, backend: Backend, tell: T
 
 
 def _foreign(table: LatencyTable, here: Fingerprint, allowed: bool, tell: Teller) -> Fingerprint | None:
-    """Return the fingerprint of a table's rows from another device or runtime, if allowed; None for this one's."""
+    """Return the fingerprint of rows of another device or runtime, if allowed; None for this one's rows."""
     others = table.fingerprints()
     if not others or here in others:
         return None
@@ -56,7 +56,7 @@ def _foreign(table: LatencyTable, here: Fingerprint, allowed: bool, tell: Teller
 
 
 def dense_latency(prepared: PreparedModel, dense: Engine, cost: str | LatencyCost) -> float:
-    """Return the dense network's latency in ms on the target's device: measured, or by another device's table."""
+    """Return the dense network's latency in ms on the target's device: measured, or from a foreign table."""
     if not isinstance(cost, LatencyCost):
         return dense.latency().median_ms
     if cost.foreign:

@@ -42,7 +42,7 @@ from smcp_fx.zoo.models import FittedModel
 
 @dataclass(frozen=True)
 class FinalFigures:
-    """Dense and pruned, measured in turns, and read for accuracy; ``asked``: the fraction of the dense cost."""
+    """Latency and accuracy of the dense and the pruned network; ``asked``: the fraction of the dense cost."""
 
     latency: RelativeLatency
     accuracies: tuple[float, ...]
@@ -66,7 +66,7 @@ def build_report(
 ) -> Report:
     """Return the report.
 
-    ``begun``: what the rows took that prices begin with; ``training``: the epochs of each phase.
+    ``begun``: the rows measured for the first prices; ``training``: the epochs of each phase.
     """
     pruner, latency = prepared.pruner, measured.latency
     network_latency = latency_of(pruner.cost)
@@ -108,7 +108,7 @@ def build_report(
 
 
 def _files(backend: Backend, settings: CompileSettings) -> dict[str, str]:
-    """Return the names of the run's files, by what they are."""
+    """Return the names of the run's files, by role."""
     networks = {
         side if number == 0 else f"{side}{''.join(file.suffixes)}": file.name
         for side in ("dense", "pruned")
@@ -215,7 +215,7 @@ def _epochs(training: Sequence[tuple[str, list[Epoch]]]) -> tuple[EpochRow, ...]
 
 
 def _validation(corrector: Corrector, dense: Side, pruned: Side) -> tuple[EngineRow, ...]:
-    """Return predictions and measurements: of all networks tried and, for a latency target, of dense and emitted."""
+    """Return predictions and measurements of all tried networks; for a latency, also of dense and emitted."""
     tried = [EngineRow(c.name, c.predicted_ms, c.measured.pruned.median_ms) for c in corrector.comparisons]
     if dense.predicted_ms is None:
         return tuple(tried)
@@ -224,7 +224,7 @@ def _validation(corrector: Corrector, dense: Side, pruned: Side) -> tuple[Engine
 
 
 def _float_files(backend: Backend, settings: CompileSettings) -> dict[str, str]:
-    """Return the same networks' files in float32, of a run in less precision."""
+    """Return the networks' float32 files, for a run in less precision."""
     if backend.full_precision() is None:
         return {}
     return {f"{side}_float": file_of(settings.folder, side).name for side in ("dense", "pruned")}
@@ -244,7 +244,7 @@ def _blocks(latency: NetworkLatency, counts: Mapping[str, int]) -> tuple[BlockRo
 
 
 def _table_facts(latency: NetworkLatency, begun: MeasureReport | None, backend: Backend) -> TableFacts:
-    """Return what the latencies rest on: rows, their certainty, and their weights."""
+    """Return the facts behind the latencies: rows, their certainty, and their weights."""
     table, fingerprint, filled = latency.table, latency.fingerprint, latency.report
     error = table.held_out_error(latency.blocks, fingerprint)
     return TableFacts(

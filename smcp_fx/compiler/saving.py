@@ -1,4 +1,4 @@
-"""The weights' own file, beside the ONNX file; some models cannot have one."""
+"""The weights' own file beside the ONNX file; some models cannot have one."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ WEIGHTS = "pruned.safetensors"
 
 
 class Saver:
-    """Saves weights with `smcp_fx.save`. Where it refuses the model, the run goes on; a note says why, once."""
+    """Saves weights with `smcp_fx.save`. If it refuses the model, one note says why, and the run goes on."""
 
     def __init__(self, settings: CompileSettings, tell: Teller) -> None:
         self._settings = settings
@@ -27,7 +27,7 @@ class Saver:
     def try_on(self, full: nn.Module) -> None:
         """Find out before training whether the network can be saved.
 
-        ``full``: the model converted at full size. Which units go later changes no class, function or attribute.
+        ``full``: the model converted at full size. Removing units changes no class, function or attribute.
         """
         try:
             check_savable(full)
@@ -42,7 +42,7 @@ class Saver:
             save(smaller, path, metadata=metadata)
         except CheckpointError as error:
             self._note(error)
-            for old in (path, path.with_suffix(".json")):  # of a run that this one replaces
+            for old in (path, path.with_suffix(".json")):  # left by a run that this one replaces
                 old.unlink(missing_ok=True)
 
     def _note(self, why: CheckpointError) -> None:

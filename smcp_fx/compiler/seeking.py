@@ -1,4 +1,4 @@
-"""The search for a network that measures what was asked: solve, measure, correct the aim, solve again."""
+"""The search for a network of the requested latency: solve, measure, correct the aim, solve again."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ C = TypeVar("C", bound=Candidate)
 def seek(
     asked: float, first: C, solve: Callable[[float], C], earlier: Sequence[tuple[float, float]] = ()
 ) -> tuple[C, float, bool]:
-    """Return the network that measures ``asked`` of the dense latency, what it measured, and whether that is met.
+    """Return the network nearest to ``asked`` of the dense latency, its measured share, and if that is met.
 
     ``first``: the network of the present solve; ``solve`` returns one for another predicted cost. ``earlier``: past
     pairs (predicted, measured fraction). Sessions differ, so a network that meets the target is measured again in
@@ -75,10 +75,10 @@ def seek(
 
 
 def is_met(missed: float, error: float) -> bool:
-    """Whether a measured fraction is near enough to the one asked for.
+    """Whether a measured fraction is near enough to the requested one.
 
-    That is within `CLOSE`, or within what the measurement can tell: two standard errors (of ``error``), up to twice
-    `CLOSE`. Another solve would follow noise.
+    The limit is `CLOSE`, or the noise of the measurement: two standard errors (of ``error``), up to twice
+    `CLOSE`. Within the limit, another solve would follow noise.
     """
     return abs(missed) <= max(CLOSE, min(2 * error, 2 * CLOSE))
 
@@ -86,13 +86,13 @@ def is_met(missed: float, error: float) -> bool:
 def aim_for(asked: float, tried: Sequence[tuple[float, float]]) -> float:
     """Return the predicted cost to solve for, so that the fraction ``asked`` is measured.
 
-    ``tried``: pairs (predicted, measured), in order. The answer lies on a line, in logarithms, through the present
-    point: the median of the last pair and of those with nearly the same prediction, since sessions differ. The line's
-    slope is, in this order of preference,
+    ``tried``: pairs (predicted, measured), in order. The answer lies on a line, in logarithms, through the
+    present point: the median of the last pair and all pairs with nearly the same prediction, since sessions
+    differ. The slope of the line is, in this order of preference,
 
-    - that to the nearest pair on the other side of ``asked``: the answer lies between the two, however steeply the
-      latency falls there (weights that begin to fit into cache);
-    - that to the last pair far enough away to define a slope, within `_SLOPES`;
+    - the slope to the nearest pair on the other side of ``asked``: the answer lies between the two, however
+      steeply the latency falls there (weights that begin to fit into cache);
+    - the slope to the last pair far enough away to define one, within `_SLOPES`;
     - one, as if latencies fell as predicted, if there is no such pair or its slope is negative (noise).
     """
     logs, wanted = np.log(np.asarray(tried, np.float64)), math.log(asked)

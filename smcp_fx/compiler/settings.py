@@ -196,13 +196,13 @@ class CompileSettings:
             raise InputError("--out is empty: give a folder")
         if self.resume and self.overwrite:
             raise InputError("--resume goes on with a run and --overwrite replaces it: give one of them")
-        # Refuse bad targets before anything is measured: a full cost of 1 stands for the real one.
+        # Refuse bad targets before anything is measured, with a full cost of 1 in place of the real one.
         absolute_target(
             self.wanted, 1.0, {"latency": "ms", "flops": "FLOPs", "params": "parameters"}[self.cost]
         )
 
     def prepared(self, images: Preprocessing) -> Preprocessing:
-        """Return how images become inputs, with what the flags say of it."""
+        """Return how images become inputs, with the changes that the flags ask for."""
         changed: dict[str, Any] = {
             name: _numbers(name, text)
             for name in ("mean", "std")
@@ -212,13 +212,13 @@ class CompileSettings:
 
     @property
     def side(self) -> int | None:
-        """The side of images that is asked for; None where none is."""
+        """The requested side of images; None if there is none."""
         asked = self.input_size or ""
         return int(asked) if asked.isdecimal() and int(asked) else None
 
     @property
     def kinds(self) -> Kinds | None:
-        """What the outputs are said to be, as `read_outputs` takes it; None where nothing is said."""
+        """The given kinds of outputs, as `read_outputs` takes them; None if not given."""
         if self.outputs is None or "=" not in self.outputs:
             return self.outputs
         pairs = [part.rpartition("=") for part in self.outputs.split(",")]
@@ -239,7 +239,7 @@ class CompileSettings:
 
     @property
     def masks(self) -> bool:
-        """Whether it prunes while training, by soft masks."""
+        """Whether the run prunes while training, by soft masks."""
         return self.trains and self.prune == "during"
 
     @property
@@ -263,7 +263,7 @@ class CompileSettings:
         return Path(self.out or "runs/compile")
 
     def schedule(self, steps_per_epoch: int) -> Schedule | None:
-        """The pruning schedule for data of this many steps an epoch; None where nothing is pruned in training."""
+        """The pruning schedule for data of this many steps an epoch; None if training does not prune."""
         if not self.masks:
             return None
         default = Schedule.scaled(self.epochs, steps_per_epoch, self.every)

@@ -10,7 +10,7 @@ from smcp_fx.latency.network import NetworkLatency
 from smcp_fx.report.heat_map import thinned
 from smcp_fx.report.schema import Axis, SurfaceRow
 
-#: Blocks that the report shows: of each shape, the slowest one. Chosen, not measured.
+#: Blocks that the report shows: the slowest one of each shape. Chosen, not measured.
 _SHOWN = 8
 
 

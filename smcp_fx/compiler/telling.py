@@ -1,4 +1,4 @@
-"""The output of a run while it works: stages with their times, notes, progress bars."""
+"""The console output of a run: stages with their times, notes, progress bars."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from smcp_fx.training import Epoch
 
 
 class Tick(Protocol):
-    """Moves a bar to the share of the work that is done."""
+    """Moves a bar to the share of work done."""
 
     def __call__(self, done: float, loss: float | None = None, /) -> None: ...
 
@@ -28,7 +28,7 @@ class Teller:
         self.console = console
         self.notes: list[str] = []
         self.seconds: dict[str, float] = {}
-        self._bar: tuple[Progress, TaskID, str] | None = None  # the one that is shown
+        self._bar: tuple[Progress, TaskID, str] | None = None  # the bar shown
         self._lines = Lines()
 
     def say(self, text: str) -> None:
@@ -83,7 +83,7 @@ class Teller:
                 self._bar = None
 
     def measuring(self, state: MeasuringProgress) -> None:
-        """Show that a row was measured: in the bar that is shown, or in a line each minute."""
+        """Show that a row was measured: in the present bar, or in a line each minute."""
         if self._bar is None or not self.console.is_terminal:
             self._lines.show(state)
         else:

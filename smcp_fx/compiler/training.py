@@ -1,4 +1,4 @@
-"""How the compile command trains: SGD with Nesterov momentum, one cycle of the learning rate, cross entropy."""
+"""The compile command's training: SGD with Nesterov momentum, a one-cycle learning rate, cross entropy."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ def training_loop(
     seed: int,
     teacher: tuple[Teacher | None, float] = (None, 0.0),
 ) -> TrainingLoop:
-    """Return the loop that trains ``network``, the fitted model or what was made of it, on the device it is on.
+    """Return the loop that trains ``network``, the fitted model or one made from it, on its present device.
 
-    ``teacher``: what it learns from besides labels, and the share of that in the loss.
+    ``teacher``: the network to learn from besides labels, and its share in the loss.
 
-    It keeps its checkpoint under the name of the ``phase``. Its epochs hold the accuracy on the test images, a share.
+    The checkpoint is named after the ``phase``. Epochs hold the accuracy on the test images, as a share.
     """
     batch = settings.train_batch
     steps_per_epoch = data.steps_per_epoch(batch)
@@ -67,12 +67,12 @@ def training_loop(
 
 
 def checkpoint_of(settings: CompileSettings, phase: str) -> Path:
-    """Return where a phase's training keeps its checkpoint."""
+    """Return the path of a phase's checkpoint."""
     return settings.folder / "state" / f"{phase}.safetensors"
 
 
 def _one_cycle(step: int, total: int) -> float:
-    """Return the learning rate after ``step`` of ``total`` steps, a share of its peak: a line up, a cosine down."""
+    """Return the learning rate after ``step`` steps, as a share of its peak: a line up, a cosine down."""
     warm = max(1, round(_RISE * total))
     if step < warm:
         return (step + 1) / warm
@@ -93,7 +93,7 @@ def accuracy(network: nn.Module, fitted: FittedModel, data: ImageData) -> float:
 
 
 def is_guessing(accuracy: float, classes: int) -> bool:
-    """Whether an accuracy is hardly better than guessing among the classes; never where there are none."""
+    """Whether an accuracy is hardly better than guessing among the classes; never without classes."""
     return classes > 0 and accuracy < min(1.5 / classes, 1 / classes + 0.05)
 
 

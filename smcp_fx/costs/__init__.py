@@ -1,1 +1,1 @@
-"""What a network costs: multiply-adds and parameters, as sums over its layers."""
+"""A network's cost: multiply-adds and parameters, as sums over its layers."""

@@ -24,12 +24,12 @@ from smcp_fx.tracing.tracer import Traced
 
 
 class FlopsCost:
-    """Multiply-adds of one image in eval mode: convolutions, linears, products of tensors, and what is opaque.
+    """Multiply-adds of one image in eval mode: convolutions, linears, products of tensors, and opaque work.
 
-    Anything without a layer in the channel graph has a fixed cost: what it took in a run on the example inputs. This
-    concerns modules called as they are (``leaves=``, recurrent layers with a projection) and the Python around the
-    parts of a model traced in parts. If that work depends on the data (a detector's head runs once a proposal), the
-    count is that of these inputs and the weights at the time.
+    Opaque work has a fixed cost, counted in a run on the example inputs: modules called as they are
+    (``leaves=``, recurrent layers with a projection), and the Python around the parts of a model traced in
+    parts. If that work depends on the data (a detector's head runs once per proposal), the count holds for
+    these inputs and the weights at the time.
     """
 
     def network_cost(self, traced: Traced, channels: ChannelGraph) -> NetworkCost:
@@ -74,11 +74,11 @@ def _images(traced: Traced, channels: ChannelGraph) -> int:
 def _products(
     traced: Traced, channels: ChannelGraph, layers: Collection[str]
 ) -> Iterator[tuple[str, int, tuple[Width, ...], int]]:
-    """Yield what computes beside ``layers``: (node, multiply-adds, widths these scale with, their product in full).
+    """Yield the work outside ``layers``: (node, multiply-adds, widths these scale with, their full product).
 
-    A product of tensors scales with the channels kept of what it sums over, and with those of its result: rows, and
-    columns if it has some, or both sides of a weight. In attention, the scores scale with what is kept of the
-    queries.
+    A product of tensors scales with the kept channels that it sums over and with those of its result: rows,
+    and columns if it has some, or both sides of a weight. In attention, the scores scale with the queries'
+    kept channels.
     """
     summed = {mix.node: mix.labels.reshape(-1) for mix in channels.trail.mixes}
     nodes = {node.name: node for node in traced.module.graph.nodes}
@@ -114,7 +114,7 @@ def _argument(node: fx.Node, place: int, name: str) -> fx.Node:
 
 
 def _left(channels: ChannelGraph, node: str) -> tuple[Width, int]:
-    """Return the kept width of a node's tensor and its full width; 1 and 1 where nothing can go."""
+    """Return the kept width of a node's tensor and its full width; 1 and 1 if nothing can go."""
     labels = channels.trail.labels.get(node)
     if not isinstance(labels, Tensor):
         return Width(1), 1

@@ -41,7 +41,7 @@ def _shapes(traced: Traced, channels: ChannelGraph) -> dict[str, tuple[int, ...]
 
 
 def _readers(traced: Traced) -> dict[str, list[str]]:
-    """The nodes that read each parameter."""
+    """Return the nodes that read each parameter."""
     names = {id(parameter): name for name, parameter in traced.module.named_parameters()}
     readers: dict[str, list[str]] = defaultdict(list)
     for node in traced.module.graph.nodes:

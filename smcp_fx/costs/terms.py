@@ -55,16 +55,16 @@ class ManyWidths:
         return replace(self.whole, terms=tuple(terms), constant=constant, source=self)
 
     def learn(self, counts: Mapping[str, int], doubt: float) -> bool:
-        """Nothing is left to find out."""
+        """Return False: all prices are known."""
         return False
 
     def price_as_of(self, as_of: float) -> bool:
-        """Prices never change."""
+        """Return True: prices never change."""
         return True
 
 
 def _with(price: Price, present: Sequence[int], places: Sequence[int]) -> Price:
-    """Return the price as a function of the widths at these places, the others being as they are."""
+    """Return the price as a function of the widths at these places, with the others unchanged."""
 
     def partial(*widths: NDArray[np.int64]) -> NDArray[np.float64]:
         every: list[Any] = [np.asarray(width) for width in present]
@@ -88,9 +88,9 @@ def proportional(factor: float) -> Price:
 
 
 def without_branch(channels: ChannelGraph, nodes: Collection[str], term: CostTerm) -> CostTerm:
-    """Return the term, made 0 where a group keeps nothing and these nodes become useless (layer pruning).
+    """Return the term, made 0 if a group keeps nothing and these nodes become useless (layer pruning).
 
-    A term of two free widths, or one that is 0 by its own width then, stays as it is.
+    A term of two free widths, or one whose own width makes it 0 then, stays unchanged.
     """
     free = tuple(width for width in term.widths if width.groups)
     if channels.branches is None or len(free) > 1:

@@ -1,4 +1,4 @@
-"""Looking at a network's channel graph: as text, as a page, as files for other tools."""
+"""Views of a network's channel graph: as text, as a page, as files for other tools."""
 
 from smcp_fx.inspection.description import Inspection, describe, inspect_model
 

@@ -18,15 +18,15 @@ from smcp_fx.config import PruningConfig
 from smcp_fx.interface.example_inputs import default_inputs, first_convolution
 from smcp_fx.zoo.models import network_and_inputs
 
-#: Image sides that known architectures were made for, tried before the smallest that works.
+#: Usual image sides of known architectures, tried before the smallest side that works.
 _SIDES = {1: (224,), 2: (224, 299), 3: (112,)}
 
 
 @dataclass(frozen=True)
 class Inspection:
-    """A network's channel graph, and what it was traced with: the model's name and its inputs' shapes.
+    """A network's channel graph, the model's name, and the shapes of the inputs that it was traced with.
 
-    ``regions`` are the parts of a model that could not be traced as a whole, ``untraced`` says why, by path.
+    ``regions``: the traced parts of a model that could not be traced whole; ``untraced``: reasons, by path.
     """
 
     name: str
@@ -46,9 +46,9 @@ def inspect_model(
 ) -> Inspection:
     """Build a model, trace it and derive its channel graph.
 
-    ``spec`` as `build_model` takes it; ``input_size``: "160" (a side), "3x160x160" (one input without its batch)
-    or "4x3x160x160"; of an ONNX file as for `read_network`. Raises `InputError` for models and sizes that do not fit,
-    `TraceError` for models that cannot be traced, not even in parts.
+    ``spec``: as for `build_model`; ``input_size``: "160" (a side), "3x160x160" (one input without its batch)
+    or "4x3x160x160"; for an ONNX file, as for `read_network`. Raises `InputError` for models and sizes that
+    do not fit, `TraceError` for models that cannot be traced, not even in parts.
     """
     model, example = network_and_inputs(spec, input_size)
     inputs = example or _usual_inputs(model)
@@ -67,9 +67,9 @@ def _usual_inputs(model: nn.Module) -> tuple[Any, ...]:
 def describe(inspection: Inspection) -> dict[str, Any]:
     """Return everything as plain JSON values.
 
-    ``layers`` in the order they run, each once; ``groups`` as in a compile report, with ``permitted`` counts and
-    ``channels``: [path, "in" or "out", channels a unit has there]; ``pinned`` sums up what keeps units;
-    ``regions`` and ``untraced`` as in `Inspection`.
+    ``layers`` in the order they run, each once; ``groups`` as in a compile report, with ``permitted`` counts
+    and ``channels``: [path, "in" or "out", channels per unit there]; ``pinned``: a summary of the reasons
+    that keep units; ``regions`` and ``untraced`` as in `Inspection`.
     """
     channels = inspection.channels
     return {
@@ -89,7 +89,7 @@ def describe(inspection: Inspection) -> dict[str, Any]:
 
 
 def unique_layers(channels: ChannelGraph) -> list[Layer]:
-    """Return the layers in the order they run, those called again left out."""
+    """Return the layers in the order they run, without repeated calls."""
     layers: dict[str, Layer] = {}
     for layer in channels.layers:
         layers.setdefault(layer.path, layer)
@@ -97,7 +97,7 @@ def unique_layers(channels: ChannelGraph) -> list[Layer]:
 
 
 def groups_of(channels: ChannelGraph, labels: Tensor) -> dict[str, int]:
-    """Return how many of these 1-D labels' channels each group holds, by name; "" for those of none."""
+    """Return the number of these 1-D labels' channels in each group, by name; "" counts the others."""
     units = channels.units.of(labels)
     indices = torch.where(units >= 0, channels.group_of_unit[units.clamp(min=0)], units.new_tensor(-1))
     counts = Counter(indices.tolist())

@@ -19,8 +19,8 @@ def to_graphml(channels: ChannelGraph) -> str:
 def to_dot(channels: ChannelGraph) -> str:
     """Return the graph of groups and layers as DOT text (Graphviz reads it): layers are boxes, groups ovals.
 
-    Pinned groups are dashed and carry the reason as their tooltip; an edge says how many channels a unit has
-    there, when it is more than one.
+    Pinned groups are dashed, with the reason as their tooltip; an edge shows the number of channels per unit,
+    if there is more than one.
     """
     lines = ["digraph channels {", '  node [fontname="Helvetica", fontsize=10];']
     for key, node in channels.graph.nodes(data=True):

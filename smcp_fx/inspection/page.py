@@ -1,4 +1,4 @@
-"""One self-contained page: the channel graph to zoom, move and search, and what keeps the rest whole."""
+"""One self-contained page: the channel graph to zoom, move and search, and the reasons for pinned groups."""
 
 from __future__ import annotations
 

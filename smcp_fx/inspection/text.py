@@ -1,4 +1,4 @@
-"""The channel graph on a terminal: a tree of groups by module path, and single groups, modules and channels."""
+"""The channel graph as text: a tree of groups by module path, and single groups, modules and channels."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from smcp_fx.channels.trail import Layer
 from smcp_fx.errors import InputError
 from smcp_fx.inspection.description import Inspection, groups_of, pinned_summary, unique_layers
 
-#: The deepest level with at most this many lines is shown.
+#: The overview shows the deepest level with at most this many lines.
 READABLE_LINES = 60
 _MOST = 6  # names in a list
 
 
 @dataclass
 class _Module:
-    """A module and the groups that its own children are the first to write."""
+    """A module, and the groups that its own children write first."""
 
     path: str
     first: int = 0  # the place of its first group among all
@@ -30,24 +30,24 @@ class _Module:
     groups: list[tuple[int, Group]] = field(default_factory=list)
 
     def every(self) -> Iterator[Group]:
-        """All groups at and below it."""
+        """Yield all groups at and below the module."""
         yield from (group for _, group in self.groups)
         for child in self.children.values():
             yield from child.every()
 
     def lines(self, depth: int) -> int:
-        """Return how many lines it takes, shown ``depth`` levels down."""
+        """Return the number of lines of the module, shown ``depth`` levels down."""
         if depth <= 0:
             return 1
         return 1 + len(self.groups) + sum(child.lines(depth - 1) for child in self.children.values())
 
     def depth(self) -> int:
-        """Levels below it."""
+        """Return the number of levels from the module down."""
         return 1 + max((child.depth() for child in self.children.values()), default=0)
 
 
 def overview(inspection: Inspection, depth: int | None = None) -> Lines:
-    """Return the network in one screen or two: what is free, what keeps the rest, and the tree of groups.
+    """Return the network in one screen or two: the free share, the tree of groups, the reasons for pins.
 
     ``depth``: levels of the module tree to show; by default as many as fit `READABLE_LINES`.
     """
@@ -171,7 +171,7 @@ def module_text(channels: ChannelGraph, path: str) -> Text:
 
 
 def layers_of(channels: ChannelGraph, path: str) -> list[Layer]:
-    """Return the layers at or below a module; `InputError` when there is none."""
+    """Return the layers at or below a module; `InputError` if there is none."""
     layers = [la for la in unique_layers(channels) if la.path == path or la.path.startswith(path + ".")]
     if not layers:
         near = [layer.path for layer in unique_layers(channels)]
@@ -202,7 +202,7 @@ def _layer_text(channels: ChannelGraph, layer: Layer) -> Text:
 
 
 def channel_text(channels: ChannelGraph, path: str, channel: int, side: str) -> Text:
-    """Return why a layer's channel must stay, or what goes with it; errors as `ChannelGraph.explain`."""
+    """Return why a layer's channel must stay, or which go with it; errors as `ChannelGraph.explain`."""
     return Text(channels.explain(path, channel, side))
 
 

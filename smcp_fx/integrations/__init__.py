@@ -1,4 +1,4 @@
-"""What training frameworks need to prune; none of them is a dependency."""
+"""Adapters for training frameworks; none of the frameworks is a dependency."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 
 def __getattr__(name: str) -> Any:
-    """Load a framework's module when it is asked for: `smcp_fx.integrations.lightning`."""
+    """Load a framework's module on first access: `smcp_fx.integrations.lightning`."""
     if name in ("lightning", "ultralytics"):
         return importlib.import_module(f"smcp_fx.integrations.{name}")
     raise AttributeError(f"module 'smcp_fx.integrations' has no attribute {name!r}")

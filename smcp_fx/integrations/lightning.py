@@ -33,9 +33,9 @@ from smcp_fx.pruning.solve import Solve
 class PruningCallback(Callback):
     """Calls the pruner before each optimiser step, logs its solves, and keeps its history in checkpoints.
 
-    Works with gradient accumulation and clipping, every precision and DDP; gradients are unscaled before. With
-    several optimisers the one that holds most of the prepared parameters counts. What a solve reports goes to the
-    trainer's loggers under ``prefix``, and target and cost to the progress bar.
+    Works with gradient accumulation and clipping, every precision and DDP; gradients are unscaled before.
+    With several optimisers, the one that holds most of the prepared parameters counts. A solve's metrics go
+    to the trainer's loggers under ``prefix``; target and cost also go to the progress bar.
     """
 
     def __init__(self, prefix: str = "pruning") -> None:
@@ -45,7 +45,7 @@ class PruningCallback(Callback):
         self._history: list[Solve] = []
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Find the prepared model and hold its schedule against the length of the training."""
+        """Find the prepared model, and compare its schedule with the length of the training."""
         prepared = [module for module in pl_module.modules() if isinstance(module, PreparedModel)]
         if len(prepared) != 1:
             raise TrainingError(
@@ -67,7 +67,7 @@ class PruningCallback(Callback):
             )
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """See that an optimiser holds the prepared parameters."""
+        """Find the optimiser that holds the prepared parameters; raise `TrainingError` if there is none."""
         held = [self._held(optimizer) for optimizer in trainer.optimizers]
         self._optimizer = trainer.optimizers[held.index(max(held))] if any(held) else None
         if self._optimizer is None:
@@ -77,12 +77,12 @@ class PruningCallback(Callback):
             )
 
     def _held(self, optimizer: Any) -> int:
-        """Elements of the prepared model's parameters in an optimiser."""
+        """Return the number of elements of the prepared model's parameters in an optimiser."""
         held = (p for group in optimizer.param_groups for p in group["params"])
         return sum(p.numel() for p in held if id(p) in self._own)
 
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Any) -> None:
-        """Gather importances, and solve when it is time."""
+        """Gather importances, and solve when a solve is due."""
         if self._pruner is None or optimizer is not self._optimizer:
             return
         scaler = getattr(trainer.precision_plugin, "scaler", None)
@@ -95,10 +95,10 @@ class PruningCallback(Callback):
             pl_module.log_dict(shown, prog_bar=True, logger=False, on_step=True, rank_zero_only=True)
 
     def state_dict(self) -> dict[str, Any]:
-        """What Lightning's checkpoints hold besides the model's own state dict: the history, as JSON."""
+        """Return the history as JSON for Lightning's checkpoints; the model's state dict holds the rest."""
         history = self._history if self._pruner is None else self._pruner.history
         return {"history": json.dumps([asdict(solve) for solve in history])}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take up what `state_dict` gave."""
+        """Restore the history from `state_dict`."""
         self._history = [Solve(**entry) for entry in json.loads(state_dict["history"])]

@@ -5,8 +5,8 @@
 
     YOLO("yolo11n.yaml").train(trainer=Trainer, data="coco8.yaml", epochs=100)
 
-Nothing of ultralytics is imported or changed: a `PrunedYolo` answers what its trainer, validator, predictor and
-exporter ask of a model. Its files (`best.pt`) hold the smaller network, and need this library to be loaded.
+This module neither imports nor changes ultralytics: a `PrunedYolo` has all that its trainer, validator,
+predictor and exporter read. Its files (`best.pt`) hold the smaller network; loading them needs this library.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from smcp_fx.schedule import Schedule
 
 
 class NarrowYolo(nn.Module):
-    """A YOLO model whose outputs hold one channel of each feature map: they are only asked for their sizes."""
+    """A YOLO model that outputs one channel of each feature map: callers only read the maps' sizes."""
 
     def __init__(self, yolo: nn.Module) -> None:
         super().__init__()
@@ -47,7 +47,7 @@ def _narrow(output: Any) -> Any:
 
 
 class _Description(dict[str, Any]):
-    """A model's ``yaml``, from which no other network is built in the place of the pruned one."""
+    """A model's ``yaml`` that refuses to build a dense network in place of the pruned one."""
 
     def __getitem__(self, key: str) -> Any:
         if key == "backbone":
@@ -61,8 +61,8 @@ class _Description(dict[str, Any]):
 class PrunedYolo(nn.Module):
     """A model of ultralytics whose forward is ``network``, a prepared or converted graph.
 
-    The plain attributes (``names``, ``stride``, ``args``, ...) and the loss are those of the original. ``model``
-    holds its head without the layers that the network runs. A pickled one is converted: what is saved is small.
+    The plain attributes (``names``, ``stride``, ``args``, ...) and the loss are the original's. ``model`` is
+    its head without the layers that ``network`` runs. Pickling converts the model, so that files are small.
     """
 
     network: nn.Module
@@ -86,10 +86,10 @@ class PrunedYolo(nn.Module):
     def prepare(
         cls, yolo: nn.Module, image_size: int = 640, batch_size: int = 2, **options: Any
     ) -> PrunedYolo:
-        """Prepare a model (``YOLO(...).model``) for images of this size; ``options`` are those of `smcp_fx.prepare`.
+        """Prepare a model (``YOLO(...).model``) for images of this size; ``options`` go to `smcp_fx.prepare`.
 
-        A latency is that of ``batch_size`` images of this size; the graph takes any that the model does. Raises as
-        `smcp_fx.prepare` does.
+        A latency is that of ``batch_size`` images of this size; the graph takes all sizes that the model
+        takes. Raises the errors of `smcp_fx.prepare`.
         """
         if not hasattr(yolo, "yaml") or not hasattr(yolo, "model"):
             raise InputError(f"this needs the model of a YOLO (YOLO(...).model), not a {type(yolo).__name__}")
@@ -100,7 +100,7 @@ class PrunedYolo(nn.Module):
         return cls(yolo, prepare(NarrowYolo(yolo), images, **options))
 
     def convert(self) -> PrunedYolo:
-        """Return the smaller model, to be put in the place of ``YOLO(...).model``."""
+        """Return the smaller model, a replacement for ``YOLO(...).model``."""
         return self if not isinstance(self.network, PreparedModel) else self._with(sliced(self.network))
 
     def forward(self, x: Any, *args: Any, **kwargs: Any) -> Any:
@@ -108,12 +108,12 @@ class PrunedYolo(nn.Module):
         return self.loss(x, *args, **kwargs) if isinstance(x, dict) else self.predict(x)
 
     def predict(self, x: Tensor, *args: Any, **kwargs: Any) -> Any:
-        """Return the network's outputs; while it is exported, those that are deployed."""
+        """Return the network's outputs; during an export, only the deployed ones."""
         output = self.network(x)
         return output[0] if getattr(self.model[0], "export", False) else output
 
     def init_criterion(self) -> Any:
-        """Return the original's loss, also outside of a trainer, where the settings that it reads are a dict."""
+        """Return the original's loss, even outside a trainer, where its settings are a dict."""
         args = vars(self).get("args")  # a classifier has none
         if not isinstance(args, dict):
             return self.kind.init_criterion(self)  # type: ignore[attr-defined]
@@ -124,7 +124,7 @@ class PrunedYolo(nn.Module):
             self.args = args
 
     def __getattr__(self, name: str) -> Any:
-        """Methods of the original's class (its loss, and what its trainer calls) do here what they do there."""
+        """Return methods of the original's class, such as its loss, bound to this model."""
         method = inspect.getattr_static(vars(self).get("kind", object), name, None)
         if isinstance(method, FunctionType) and name not in vars(nn.Module):
             return MethodType(method, self)
@@ -145,7 +145,7 @@ class PrunedYolo(nn.Module):
     def _with(self, network: nn.Module) -> PrunedYolo:
         other = _empty(type(self))
         other.__dict__.update(vars(self), _modules={**self._modules, "network": network})
-        other.__dict__.pop("criterion", None)  # made again, with the settings of then
+        other.__dict__.pop("criterion", None)  # made again, with later settings
         return other
 
     def _apply(self, fn: Any, recurse: bool = True) -> PrunedYolo:
@@ -170,28 +170,28 @@ def _empty(kind: type[PrunedYolo]) -> PrunedYolo:
 
 
 def _without_layers(head: nn.Module, path: str, called: set[str]) -> nn.Module:
-    """A copy of the head with its attributes, and with those layers that only the loss calls."""
+    """Return a copy of the head with its attributes, but without the layers that the network runs."""
     shell = _bare(head)
     for name, part in head.named_children():
         if not any(target.startswith(f"{path}{name}.") for target in called):
             shell.add_module(name, part)
         else:
-            vars(shell)[name] = _bare(part)  # it is there, to those who ask
+            vars(shell)[name] = _bare(part)  # a placeholder, for code that reads its attributes
     return shell
 
 
 def _bare(part: nn.Module) -> nn.Module:
-    """A copy with the plain attributes alone."""
+    """Return a copy with only the plain attributes."""
     bare = copy.copy(part)
     bare._parameters, bare._buffers, bare._modules = {}, {}, {}
     return bare
 
 
 class PruningTrainer:
-    """Before one of ultralytics' trainers among the bases of a class: its models are pruned while they train.
+    """Prunes models while they train; a base class to name before one of ultralytics' trainers.
 
-    ``target``, ``cost`` and ``options`` are those of `smcp_fx.prepare`. The schedule is the paper's, as long as the
-    training. A trainer that is given pruned weights trains them as they are.
+    ``target``, ``cost`` and ``options`` go to `smcp_fx.prepare`. The schedule is the paper's, scaled to the
+    length of the training. A trainer that gets pruned weights trains them as they are.
     """
 
     target: ClassVar[float | str] = 0.5
@@ -207,7 +207,7 @@ class PruningTrainer:
         return PrunedYolo.prepare(model, int(self.args.imgsz), **options)
 
     def optimizer_step(self: Any) -> None:
-        """Let the pruner see the gradients, then step; the averaged model gets the new masks."""
+        """Let the pruner gather the gradients, then step; the averaged model gets new masks."""
         network = getattr(unwrapped(self.model), "network", None)
         if not isinstance(network, PreparedModel):
             return super().optimizer_step()  # type: ignore[misc, no-any-return]

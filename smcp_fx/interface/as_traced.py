@@ -1,4 +1,4 @@
-"""Graphs are called as the model is: with arguments that were traced at their defaults, and without others."""
+"""Lets a graph be called as its model is, also with arguments that were traced at their defaults."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from smcp_fx.interface.carried import is_plain
 from smcp_fx.tracing.call_forms import Form, is_constant, is_default, is_option, parameters_of
 from smcp_fx.tracing.sentences import TAKEN
 
-#: The attribute of a graph that says how it was traced: ``fixed`` {argument: its default}, of those that the example
-#: left out, and ``needed``, the arguments without which there is no trace. ``order``: the arguments that a call by
-#: position gives, where the graph has others, or more.
+#: The attribute of a graph that says how it was traced. ``fixed``: {argument: default} for those that the
+#: example left out. ``needed``: the arguments without which there is no trace. ``order``: the arguments of a
+#: call by position, if the graph has others, or more.
 CALL = "traced_call"
 
 
 def call_of(model: nn.Module, inputs: tuple[Any, ...], forms: tuple[Form, ...]) -> dict[str, Any]:
-    """{`CALL`: what it holds} for a model traced on these inputs and on calls of these forms; {} without any."""
+    """The attribute `CALL` of a model traced on these inputs and calls of these forms; {} if it is empty."""
     parameters = parameters_of(model)
     named = [p for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
     spare = {name for form in forms for name in form.names}
@@ -43,7 +43,7 @@ class CalledAsTraced(nn.Module):
     """A graph that takes the arguments of the model's forward, as far as it was traced for them."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """As the model's; raises `AssumptionError` for calls of another kind than the example."""
+        """Call the graph as the model; raises `AssumptionError` for calls of a kind unlike the example."""
         if kwargs or not self._takes(args):
             args, kwargs = self._as_traced(args, kwargs)
         try:
@@ -54,7 +54,7 @@ class CalledAsTraced(nn.Module):
             raise
 
     def by_place(self, *inputs: Any) -> Any:
-        """A call by the graph's own arguments in their order, of which the model may take some by name only."""
+        """Call with the graph's own arguments in order; the model may take some of them by name only."""
         if "order" not in vars(self).get(CALL, {}):
             return self(*inputs)
         return self(**dict(zip(self._names(), inputs, strict=True)))
@@ -74,7 +74,7 @@ class CalledAsTraced(nn.Module):
     def _as_traced(
         self, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """The arguments for the graph, without those that it was traced with."""
+        """The arguments for the graph, without those that were traced at their defaults."""
         signature = inspect.signature(type(self).forward)
         own = [*signature.parameters.values()][1:]
         if any(parameter.kind == parameter.VAR_POSITIONAL for parameter in own):

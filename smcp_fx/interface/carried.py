@@ -1,4 +1,4 @@
-"""Attributes of a model that are plain data, and that graphs made of it carry on."""
+"""Attributes of a model that are plain data; graphs made from the model carry them on."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 from torch import fx, nn
 
 _PLAIN = (bool, int, float, str, type(None))
-#: What timm's optimisers ask a model for, and the arguments: its answers are plain data, under the name "answers".
+#: The methods that timm's optimisers call, and their arguments; the answers are plain data, named "answers".
 _ASKED: dict[str, tuple[dict[str, bool], ...]] = {
     "group_matcher": ({"coarse": False}, {"coarse": True}),
     "no_weight_decay": ({},),
@@ -87,7 +87,7 @@ def carry(module: fx.GraphModule, attributes: Mapping[str, Any]) -> None:
 
 
 def carried_attributes(module: fx.GraphModule) -> dict[str, Any]:
-    """What `carry` set."""
+    """The attributes that `carry` set, less the objects that it made from answers."""
     attributes: dict[str, Any] = module.meta.get(_PRESERVED, {})
     return {name: value for name, value in attributes.items() if name not in attributes.get(_ANSWERS, {})}
 

@@ -1,4 +1,4 @@
-"""Inputs to run a model on: those that are given, those that a size stands for, and those that are guessed."""
+"""Inputs to run a model on: given ones, ones made from a size, and guessed ones."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ _FRAMES = 16
 def bound_inputs(example_inputs: Any, model: nn.Module) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Return the example inputs as positional arguments, and those that ``forward`` takes by name only.
 
-    A tuple or list is taken as they are, a dict of the names of ``forward``'s arguments in their order, anything else
-    as the one argument. Raises `InputError` for a dict that fits ``forward`` only in part.
+    A tuple or list holds the arguments in order, a dict holds them by name; anything else is the only
+    argument. Raises `InputError` for a dict that fits ``forward`` only in part.
     """
     if isinstance(example_inputs, (tuple, list)):
         needed = [p for p in parameters_of(model) if p.kind == p.KEYWORD_ONLY and p.default is p.empty]
@@ -59,7 +59,7 @@ def bound_inputs(example_inputs: Any, model: nn.Module) -> tuple[tuple[Any, ...]
 
 
 def as_inputs(example_inputs: Any, model: nn.Module) -> tuple[Any, ...]:
-    """Return the example inputs as a tuple of positional arguments; `InputError` where that is impossible."""
+    """Return the example inputs as a tuple of positional arguments; `InputError` if that is impossible."""
     args, named = bound_inputs(example_inputs, model)
     if named:
         raise InputError(
@@ -81,9 +81,9 @@ def image_shape(first: Convolution, side: int, batch: int = 2) -> tuple[int, ...
 
 
 def shape_of_text(model: nn.Module, text: str, batch: int = 2) -> tuple[int, ...]:
-    """Return the input shape that a text stands for: "160" (a side), "3x160x160" (without the batch), or a whole one.
+    """Return the input shape of a text: "160" (a side), "3x160x160" (without the batch), or a whole shape.
 
-    `InputError` where it is none, and for a side where the model has no convolution.
+    Raises `InputError` for other texts, and for a side if the model has no convolution.
     """
     try:
         sizes = tuple(int(part) for part in text.lower().replace(",", "x").split("x"))
@@ -104,7 +104,7 @@ def default_inputs(model: nn.Module, sides: Sequence[int] = ()) -> tuple[Any, ..
     """Guess inputs the model accepts: its `example_input_array`, timm's `pretrained_cfg`, or an image.
 
     The image has the first convolution's input channels, batch 2, and the first side of ``sides`` and of 32, 64, 224
-    and 299 pixels that the model takes. Raises `InputError` when none fits.
+    and 299 pixels that the model takes. Raises `InputError` if none fits.
     """
     example = getattr(model, "example_input_array", None)
     if example is not None:

@@ -1,7 +1,7 @@
 """Give outputs the container types that the original model returns.
 
-fx writes every kind of dictionary as a plain one. What callers rely on (`.logits` and `[0]` of a `ModelOutput`, the
-class of an `OrderedDict`) comes back by a call at the graph's end:
+fx writes every kind of dictionary as a plain one. A call at the graph's end restores what callers rely on
+(`.logits` and `[0]` of a `ModelOutput`, the class of an `OrderedDict`):
 
     before   return {"logits": fc}
     after    out = ImageClassifierOutput(logits=fc); return out
@@ -55,7 +55,7 @@ def _rebuilt(graph: fx.Graph, value: Any, returned: Any) -> Any:
 
 
 def plain_containers(graph: fx.Graph) -> tuple[fx.Graph, dict[str, str]]:
-    """A copy with plain containers where a class of the user's is called, and what becomes what: {class: kind}.
+    """A copy with plain containers in place of the user's classes, and the replacements: {class: kind}.
 
     A named tuple becomes a tuple; a dataclass and a dictionary of another class than `OrderedDict` become a dict.
     """
@@ -79,7 +79,7 @@ def plain_containers(graph: fx.Graph) -> tuple[fx.Graph, dict[str, str]]:
 
 
 def _put(values: Any, node: fx.Node) -> None:
-    """Have the node's users take these values in its place."""
+    """Replace the node by these values in its users' arguments."""
 
     def placed(leaf: fx.Node) -> Any:
         return values if leaf is node else leaf

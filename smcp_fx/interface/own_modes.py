@@ -4,7 +4,7 @@
         super().train(mode)
         self.stem.eval()
 
-A graph has none of the model's classes. So a copy of the model without weights is kept, and asked for its modes.
+A graph has none of the model's classes. So it keeps a copy of the model without weights, and asks that.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch import nn
 
 
 def own_modes(model: nn.Module) -> nn.Module | None:
-    """A copy of the model on the meta device, whose `train()` can be asked; None where it sets the usual modes."""
+    """A copy of the model on the meta device, to ask its `train()`; None if that sets the usual modes."""
     if all(type(module).train is nn.Module.train for module in model.modules()):
         return None
     asked = _without_weights(model)
@@ -36,7 +36,7 @@ def _without_weights(model: nn.Module) -> nn.Module:
 
 
 def _sets_usual_modes(model: nn.Module) -> bool:
-    """Whether `train()` sets every module, as one does that only clears a cache (timm's LeViT)."""
+    """Does `train()` set every module, for instance because it only clears a cache (timm's LeViT)?"""
     for mode in (True, False):
         model.train(mode)
         if any(part.training is not mode for part in model.modules()):
@@ -45,7 +45,7 @@ def _sets_usual_modes(model: nn.Module) -> bool:
 
 
 def set_own_modes(asked: nn.Module, module: nn.Module, mode: bool) -> None:
-    """Give each submodule of ``module`` the mode that ``asked.train(mode)`` gives the one of the same name."""
+    """Give each submodule of ``module`` the mode that ``asked.train(mode)`` gives to its namesake."""
     asked.train(mode)
     modes = {name: part.training for name, part in asked.named_modules()}
     for name, part in module.named_modules():

@@ -1,4 +1,4 @@
-"""A model as one whose forward takes its inputs by position, each under a name of its own.
+"""Gives a model a forward that takes its inputs by position, each under a name of its own.
 
     positional   forward(self, before, *, after)       forward(self, before, after)
     flattened    forward(self, pair, scale)            forward(self, pair_0, pair_1, scale)      pair is a list
@@ -28,10 +28,10 @@ Call = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 def positional(model: nn.Module, example_inputs: Any) -> tuple[nn.Module, tuple[Any, ...]]:
-    """The model as it is called by position, and its inputs; the model itself where it takes them so.
+    """The model with a forward by position, and its inputs; the model itself if its own forward will do.
 
-    Arguments that it takes by name only, and those behind a ``*``, become arguments of their own. Raises `InputError`
-    for a dict that fits ``forward`` only in part.
+    Keyword-only arguments, and those behind a ``*``, become arguments of their own. Raises `InputError` for a
+    dict that fits ``forward`` only in part.
     """
     args, named = bound_inputs(example_inputs, model)
     names = _names(model, len(args))
@@ -55,8 +55,8 @@ def flattened(
 ) -> tuple[nn.Module, tuple[Tensor, ...], list[str] | None]:
     """The model with an argument for each tensor of its inputs, these tensors, and names for them.
 
-    The model itself, and no names, where each input is a tensor given by position. What is no tensor stays as it is
-    in the example. Raises `InputError` where there is no tensor at all.
+    The model itself, and no names, if each input is a tensor given by position. Other values stay as they are
+    in the example. Raises `InputError` if there is no tensor at all.
     """
     if isinstance(example_inputs, Tensor):
         return model, (example_inputs,), None
@@ -89,15 +89,15 @@ def flattened(
 
 
 def returning_tensors(model: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[nn.Module, list[str] | None]:
-    """The model with a tuple for its output, and names for these tensors, where it returns more than these.
+    """The model with a tuple of tensors for its output, and their names, if its output holds anything else.
 
-    (Dataclasses, numbers, strings.) The model itself, and no names, where it returns tensors in tuples, lists and
-    dicts, or what torch knows.
+    (Dataclasses, numbers, strings.) The model itself, and no names, if it returns only tensors in tuples,
+    lists, dicts or other containers that torch knows.
     """
     try:
         with torch.no_grad():
             outputs = model(*(tensor.clone() for tensor in inputs))
-    except Exception:  # told where it is exported
+    except Exception:  # the export reports the error
         return model, None
     tensors, leaves = dict(tensors_in(outputs)), pytree.tree_leaves(outputs)
     only_tensors = all(leaf is None or isinstance(leaf, Tensor) for leaf in leaves)
@@ -113,7 +113,7 @@ def returning_tensors(model: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[nn.
 
 
 def _names(model: nn.Module, count: int) -> list[str]:
-    """The names of the first arguments of forward; "*" and the name for each of those that have none."""
+    """The names of the first arguments of forward; "*args" for each that goes into ``*args``."""
     names: list[str] = []
     for parameter in parameters_of(model):
         if parameter.kind in (parameter.POSITIONAL_ONLY, parameter.POSITIONAL_OR_KEYWORD):
@@ -124,9 +124,9 @@ def _names(model: nn.Module, count: int) -> list[str]:
 
 
 def _signature(model: nn.Module, names: list[str]) -> inspect.Signature:
-    """Of a forward of these arguments, with the defaults that the model's own have; those it leaves out come last.
+    """The signature of a forward with these arguments, the model's defaults, and its other arguments last.
 
-    One without a default behind it takes an argument's own away.
+    An argument loses its default if a later one has none.
     """
     sort, none = inspect.Parameter, inspect.Parameter.empty
     own = {p.name: p for p in parameters_of(model) if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)}
@@ -146,12 +146,12 @@ def _taking(
     rebuilt: Callable[[tuple[Any, ...]], Call],
     returned: Callable[[Any], Any] = lambda outputs: outputs,
 ) -> nn.Module:
-    """The model with a forward of these arguments, from which ``rebuilt`` makes those of its own.
+    """The model with a forward of these arguments; ``rebuilt`` turns them into those of its own forward.
 
-    ``returned``: what it returns of the model's outputs.
+    ``returned``: turns the model's outputs into those to return.
     """
     held = dict(vars(model))
-    own = held.pop("forward", None)  # of an instance
+    own = held.pop("forward", None)  # a forward of the instance
 
     def call(self: nn.Module, *values: Any) -> Any:
         args, named = rebuilt(values)

@@ -6,11 +6,11 @@ from torch import nn
 
 
 def keep_in_state(model: nn.Module, traced: nn.Module) -> None:
-    """Add to the graph's module the parameters and buffers that the graph does not read, as of branches not taken.
+    """Add the parameters and buffers that the graph does not read (of branches not taken) to its module.
 
-    The state dict keeps its keys, so that checkpoints of the original load, and those of the graph load there; and
-    parameters keep their order, by which optimisers' state dicts and averages of weights know them. A module that
-    stands in several places does so here, and follows the `eval()` of each.
+    The state dict keeps its keys, so that checkpoints load both ways between original and graph. Parameters
+    keep their order, by which optimisers' state dicts and weight averages identify them. A module that the
+    model holds in several places is in the same places here, and follows the `eval()` of each.
     """
     _keep_places(model, traced)
     have = set(traced.state_dict())
@@ -40,7 +40,7 @@ def _keep_places(model: nn.Module, traced: nn.Module) -> None:
 
 
 def _keep_order(model: nn.Module, traced: nn.Module) -> None:
-    """Register in the model's order what both hold; the rest comes after it."""
+    """Register the parts that both hold in the model's order, and the others after them."""
     originals = dict(model.named_modules(remove_duplicate=False))
     for path, module in list(traced.named_modules(remove_duplicate=False)):
         original = originals.get(path, module)
@@ -53,7 +53,7 @@ def _keep_order(model: nn.Module, traced: nn.Module) -> None:
 
 
 def _owner(traced: nn.Module, name: str) -> nn.Module:
-    """Return the module that holds what has this name; it is made where there is none."""
+    """Return the module that holds the part of this name; make it if there is none."""
     owner = traced
     for part in name.split(".")[:-1]:
         if not hasattr(owner, part):

@@ -11,7 +11,7 @@ from torch.optim.swa_utils import AveragedModel
 from smcp_fx.errors import TrainingError
 from smcp_fx.masking.masks import STATE
 
-#: What `torch.compile` and other wrappers of parts put into names, and `DistributedDataParallel` before them.
+#: What `torch.compile` and other wrappers of parts put into names; `DistributedDataParallel` adds a prefix.
 INSIDE = ("_orig_mod.", "_fsdp_wrapped_module.", "_checkpoint_wrapped_module.")
 _BEFORE = ("module.", *INSIDE)
 _AROUND = (nn.parallel.DistributedDataParallel, nn.DataParallel, AveragedModel)
@@ -53,9 +53,9 @@ def require_whole(model: nn.Module, verb: str = "") -> None:
 
 
 def without_wrappers(state: dict[str, Any], prefix: str, own: Container[str]) -> None:
-    """Rename entries of a state dict behind ``prefix``, in place: names as wrappers change them become ``own`` ones.
+    """Rename entries of a state dict behind ``prefix``, in place: undo wrappers' changes to ``own`` names.
 
-    Other names, and those of which the plain one is there, too, stay.
+    Other names stay, and so does a name whose plain form is there already.
     """
     for name in [name for name in state if name.startswith(prefix)]:
         plain = prefix + _plain(name[len(prefix) :], own)

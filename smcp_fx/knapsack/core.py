@@ -1,4 +1,4 @@
-"""The core: what is left of an instance without hopeless options, in exact integers; and greedy fillings of it."""
+"""The core: an instance without its hopeless options, in exact integers; and greedy fillings of it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Core:
     """An integer knapsack relative to one choice of the instance, the *base*.
 
     ``values`` and ``costs`` (int64, grid steps) are an option's minus those of its group's base option, and
-    ``room`` is what the base leaves of the capacity. Both sides are divided by their greatest common divisor:
+    ``room`` is the capacity that the base leaves. Both sides are divided by their greatest common divisor:
     ``room`` is as tight as the grid allows, and different values differ by at least one. ``options`` are flat
     indices into the instance. Groups with a single option left are not listed but ``settled``: their flat
     indices, and their value, count towards every choice of the core.
@@ -109,7 +109,7 @@ def fill_ties(core: Core, tied: Array) -> Array:
 
 
 def fill_greedily(core: Core, chosen: Array, by_ratio: bool) -> Array:
-    """Take moves to a better option of one group while one fits; ``chosen``: one option a group, fitting.
+    """Take moves to a better option of one group while one fits; ``chosen``: one option per group, fitting.
 
     The next move is the one of most value, or, ``by_ratio``, of most value per cost.
     """

@@ -1,7 +1,7 @@
 """Bounds for capacities that lie between clusters of reachable costs.
 
 If costs cluster around multiples of some d and the capacity lies between two of them, the Lagrangian bound counts
-capacity that no choice can use, and every option looks promising. Exactly one option a group is taken, so
+capacity that no choice can use, and every option looks promising. Exactly one option per group is taken, so
 for any shifts s_g and any d > 0 each fitting choice also satisfies
 
     sum over groups of floor((c_i + s_g) / d)  <=  floor((C + sum of s_g) / d)
@@ -39,7 +39,7 @@ class RoundingCut:
 def best_rounding_cut(core: Core, multiplier: float) -> RoundingCut | None:
     """Return the cut of the tightest bound among those tried, or None if there is no spacing to try.
 
-    ``multiplier``: the capacity's price of a unit of cost; a rounded unit is worth a spacing of them at first.
+    ``multiplier``: the capacity's price of a unit of cost; a rounded unit starts at a spacing of these.
     """
     ops, groups = core.groups.ops, core.groups
     values = ops.floats(core.values)
@@ -76,7 +76,7 @@ def _round_costs(core: Core, spacing: int) -> tuple[Array, int]:
     residue = core.costs - ops.floor_div(core.costs, spacing) * spacing
     order = ops.argsort(groups.group + ops.floats(residue) * (0.999 / spacing))
     ranked = residue[order]
-    # The gap before the first residue of a group reaches round to its last.
+    # The gap before the first residue of a group wraps around to its last.
     ends = ops.concat([groups.starts[1:], ops.ints([len(order)])]) - 1
     before = ops.concat([ranked[:1], ranked[:-1]])
     before[groups.starts] = ranked[ends] - spacing

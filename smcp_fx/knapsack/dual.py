@@ -70,7 +70,7 @@ class Groups:
 class KnapsackDual:
     """A bound: every feasible choice has value <= ``bound`` - sum of its options' ``loss``.
 
-    ``multiplier`` is the price of a unit of cost, and ``under`` one option a group: the dearest relaxed
+    ``multiplier`` is the price of a unit of cost, and ``under`` one option per group: the dearest relaxed
     optimum found that fits the capacity.
     """
 

@@ -50,12 +50,12 @@ class KnapsackProblem:
     limit: float
 
     def evaluate(self, picked: Array) -> tuple[float, float]:
-        """Return the correctly rounded value and cost of one option a group (flat indices)."""
+        """Return the correctly rounded value and cost of one option per group (flat indices)."""
         host = self.groups.ops.host
         return math.fsum(host(self.values[picked]).tolist()), math.fsum(host(self.costs[picked]).tolist())
 
     def room(self, picked: Array) -> Fraction:
-        """Return what one option a group leaves of the limit, to twice float64's precision."""
+        """Return the limit less the cost of one option per group, to twice float64's precision."""
         terms = [self.limit, *(-self.groups.ops.host(self.costs[picked])).tolist()]
         rounded = math.fsum(terms)
         return Fraction(rounded) + Fraction(math.fsum([*terms, -rounded]))
@@ -170,10 +170,10 @@ def _has_contrast(ops: ArrayOps, values: Array, starts: np.ndarray[Any, Any]) ->
 
 
 def _strike_hopeless(groups: Groups, values: Array, costs: Array, limit: float) -> Array:
-    """Set values to -inf that are so low (-1e30 for "never") that they would blur the others.
+    """Set to -inf the values that are so low (-1e30 for "never") that they would blur the others.
 
-    If a choice fits in which every group is within t of its best value, no better choice has a group that is
-    more than t * groups below its own.
+    If a choice fits and has every group within t of its best value, no better choice has a group more than
+    t * groups below its best value.
     """
     ops = groups.ops
     top, _ = groups.best(values)

@@ -16,13 +16,13 @@ from smcp_fx.knapsack.search import BYTES_PER_STATE, BYTES_PER_STEP, Effort, sea
 #: Most partial choices a half may hold, level by level; the next level is tried when one yields nothing more.
 _LEVELS = tuple(1 << bits for bits in (12, 15, 17, 19, 21, 23))
 
-#: The first budget admits this many options beyond one a group; later ones grow by the factor. Chosen, not measured.
+#: The first budget admits this many options beyond one per group; later ones grow by a factor. Chosen.
 _FIRST_OPTIONS, _GROWTH = 24, 3.0
 
-#: A budget that falls short of what is open by less than this factor is raised to it. Chosen, not measured.
+#: A budget that falls short of the open loss by less than this factor is raised to it. Chosen, not measured.
 _NEARLY = 1.5
 
-#: If this many partial choices a half do not settle it, a relative gap this small is left open. Chosen, not
+#: If this many partial choices per half prove no optimum, a relative gap this small stays. Chosen, not
 #: measured.
 _PATIENT_LEVEL, _SMALL_GAP = 1 << 17, 1e-9
 
@@ -64,7 +64,7 @@ class _Solver:
         self.adopt(dual, core.costs)
 
     def adopt(self, dual: KnapsackDual, costs: Array) -> None:
-        """From now on, search by the losses of this bound, which rests on ``costs``."""
+        """From now on, search by the losses of this bound, which was computed from ``costs``."""
         self.dual = dual
         largest = float(abs(self.core.values).max()) + dual.multiplier * float(abs(costs).max())
         self.noise = 2.0**-50 * (self.core.groups.count + 8) * largest

@@ -70,7 +70,7 @@ class Effort:
 def search(core: Core, loss: Array, budget: float, effort: Effort, seed: int) -> Found:
     """Return the best fitting choice of total loss at most ``budget``.
 
-    ``loss`` has at least one zero a group. If a half outgrows ``effort.states``, it is thinned at random
+    ``loss`` has at least one zero per group. If a half outgrows ``effort.states``, it is thinned at random
     among its smallest losses; the choice found is then good, but no longer proved best (``complete``).
     """
     ops = core.groups.ops
@@ -110,7 +110,7 @@ def search(core: Core, loss: Array, budget: float, effort: Effort, seed: int) ->
 def _halves(spans: list[Span], loss: NDArray[np.float64], budget: float) -> tuple[list[Span], list[Span]]:
     """Split the groups so that both halves grow to about as many partial choices.
 
-    How much a group multiplies them is guessed from its options' losses: the smaller, the more often affordable.
+    A group's growth factor is estimated from its options' losses: small losses are affordable more often.
     """
     weight = np.exp(-_DECAY / max(budget, 1.0) * loss)
     upto = np.concatenate([[0.0], np.cumsum(weight)])

@@ -19,7 +19,7 @@ from smcp_fx.knapsack.rounds import RoundsOutcome, solve_core
 
 @dataclass(frozen=True)
 class KnapsackSolution:
-    """One option a group, and what is known about the best.
+    """One option per group, and a bound on the best value.
 
     ``choices[g]`` is the option taken of group g; ``value`` and ``cost`` are the correctly rounded sums over them. No
     fitting choice has a value above ``bound`` (up to float64's rounding), and ``optimal`` says that ``value`` reaches

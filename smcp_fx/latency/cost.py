@@ -20,9 +20,9 @@ class LatencyCost:
     Args:
         table: the rows that prices are computed from.
         backend: the runtime that measures them.
-        measure: measure rows that the table lacks: a few per block when a network is prepared, and later those that
-            the chosen networks' prices rest on. Each row is kept as soon as it is measured. If false, nothing is
-            measured, and a table that lacks the first rows is a `TableError`.
+        measure: measure rows that the table lacks: a few per block when a network is prepared, and later
+            those behind the chosen networks' prices. Each row is kept as soon as it is measured. If false,
+            nothing is measured, and a table that lacks the first rows raises `TableError`.
         progress: True shows a bar while rows are measured (a line each minute if standard error is not a terminal),
             False shows nothing; or a function that is called with a `MeasuringProgress` after every row.
         fingerprint: use rows of another device or runtime as they are, and measure nothing.

@@ -50,8 +50,8 @@ class Exchanged:
 def merge(target: Path, sources: Sequence[Path], fingerprint_key: str | None = None) -> Exchanged:
     """Merge tables into ``target`` (created if it does not exist), all rows or none.
 
-    All rows, those in ``target`` included, must be of one fingerprint, or ``fingerprint_key`` says which rows to
-    take; else `TableError`. Of two measurements of a row the stable one stays.
+    ``fingerprint_key``: take only this fingerprint's rows. Without it, `TableError` if the rows, those in
+    ``target`` included, have several fingerprints. Of two measurements of a row the stable one stays.
     """
     rows: list[TableRow] = []
     for source in sources:
@@ -99,7 +99,7 @@ def export_rows(rows: Sequence[TableRow], path: Path) -> None:
 def import_rows(path: Path, target: Path) -> Exchanged:
     """Read a file that `export_rows` wrote (a device may have filled in latencies) into a table, all or none.
 
-    Rows without a latency and an error are skipped. `TableError` names the line that does not fit.
+    Rows with neither a latency nor an error are skipped. `TableError` names the faulty line.
     """
     kind = _kind(path)
     if not path.exists():
@@ -164,7 +164,7 @@ def check(path: Path) -> list[Finding]:
 
 
 def _of_row(row: TableRow) -> list[Finding]:
-    """What is wrong with a row: it failed, was not steady, or took no time (the clock was too coarse)."""
+    """Return a row's faults: it failed, was not steady, or took no time (the clock was too coarse)."""
     where = f"{row.name} at {_join(row.widths) or 'its only size'}"
     if row.latency is None:
         return [Finding(f"failed: {where}: {row.error}", True)]
@@ -298,7 +298,7 @@ def _from_csv(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def _of_cell(column: str, cell: str | None) -> Any:
-    """Return what a cell stands for."""
+    """Return a cell's value, parsed by its column."""
     if column == "widths":
         return [int(width) for width in (cell or "").split("x") if width]
     if column == "fingerprint":
@@ -315,7 +315,7 @@ def _of_cell(column: str, cell: str | None) -> Any:
 def _row(record: Mapping[str, Any], where: str, prints: dict[str, Fingerprint]) -> TableRow | None:
     """Return the row of a record; None if it holds neither a latency nor an error.
 
-    ``prints``: the fingerprints parsed so far, by their text: a file of many rows has few.
+    ``prints``: the fingerprints parsed so far, by their text; a file has many rows but few fingerprints.
     """
     try:
         hot, cold = (_measurement(record, state) for state in ("hot", "cold"))

@@ -1,9 +1,9 @@
-"""Opening a latency table's SQLite file: it is checked before anything in it or beside it is changed.
+"""Opens a latency table's SQLite file, and checks it before changing anything in it or beside it.
 
-SQLite keeps the last changes in a second file (-wal) until every process has closed the table. A killed process
-leaves that file behind. If another table is then copied over the first, SQLite would read a mixture of both. So a
-table carries a mark, which every process that writes renews, and every change includes the mark: the file's mark and
-that of the changes beside it must be the same.
+SQLite keeps the last changes in a second file (-wal) until every process has closed the table. A killed
+process leaves that file behind. If another table is then copied over the first, SQLite would read a mixture
+of both. So a table carries a mark. Every writing process renews the mark, and every change includes it: the
+marks of the file and of the changes beside it must agree.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from smcp_fx.storage.files import check_replaceable
 _APPLICATION_ID = 0x534D4350  # "SMCP"
 FORMAT_VERSION = 1
 _BUSY_SECONDS = 30.0
-#: How often the marks are read, and must differ, before a table is called a mixture of two. Chosen, not measured.
+#: A table counts as a mixture of two if the marks differ in this many reads. Chosen, not measured.
 _LOOKS = 4
 
 _SCHEMA = """
@@ -48,7 +48,7 @@ CREATE TABLE latency (
   PRIMARY KEY (fingerprint, block, widths)
 ) WITHOUT ROWID;
 """
-#: Tables of earlier versions lack it, and get it when they are next written to.
+#: Tables of earlier versions lack the mark; the next write adds it.
 _MARK = """
 CREATE TABLE IF NOT EXISTS mark (id INTEGER PRIMARY KEY CHECK (id = 1), now TEXT, before TEXT, changes INTEGER);
 INSERT OR IGNORE INTO mark VALUES (1, NULL, NULL, 0);
@@ -57,7 +57,7 @@ INSERT OR IGNORE INTO mark VALUES (1, NULL, NULL, 0);
 
 @dataclass(frozen=True)
 class _Seen:
-    """What identifies a database, by itself or with the changes in the file beside it."""
+    """The identity of a database, alone or with the changes in the file beside it."""
 
     application: int
     version: int
@@ -95,7 +95,7 @@ class TableFile:
             self._refuse(_seen(self._database))
         except BaseException:
             self.close()
-            if not was_there and path.exists() and path.stat().st_size == 0:  # a disk that is full, say
+            if not was_there and path.exists() and path.stat().st_size == 0:  # the disk may be full
                 path.unlink(missing_ok=True)
             raise
 
@@ -112,7 +112,7 @@ class TableFile:
 
     @contextlib.contextmanager
     def transaction(self) -> Iterator[Callable[..., sqlite3.Cursor]]:
-        """Run statements all or none."""
+        """Run statements in one transaction, all or none."""
         if self._mark is None:
             self._mark = self._new_mark()
         self.run("BEGIN IMMEDIATE")
@@ -120,7 +120,7 @@ class TableFile:
             yield self.run
             for statement in _MARK.split(";"):
                 self.run(statement)
-            # From now on the file itself is known to have this mark: a file with the one before is another table.
+            # The file itself has this mark by now: a file with the previous mark is another table.
             before = "CASE now WHEN ? THEN now ELSE before END"
             self.run(f"UPDATE mark SET changes = changes + 1, before = {before}", (self._mark,))
             self.run("COMMIT")
@@ -130,7 +130,7 @@ class TableFile:
             raise
 
     def _new_mark(self) -> str:
-        """Write a new mark into the file itself, and return it; empty while others use the table."""
+        """Write a new mark into the file itself, and return it; "" while other processes use the table."""
         mark = uuid.uuid4().hex
         self.run("PRAGMA busy_timeout = 0")
         try:
@@ -156,7 +156,7 @@ class TableFile:
         return bool(self.run("PRAGMA wal_checkpoint(TRUNCATE)").fetchone()[0] == 0)
 
     def _connect_to_read(self) -> sqlite3.Connection:
-        """Return a connection that changes nothing; refuse anything but a table, and a mixture of two."""
+        """Return a connection that changes nothing; refuse a file that is no table or a mixture of two."""
         database = _connect(self.path, "immutable=1")
         beside = self.path.with_name(f"{self.path.name}-wal")
         try:
@@ -174,7 +174,7 @@ class TableFile:
                 if [row[0] for row in database.execute("PRAGMA integrity_check")] != ["ok"]:
                     raise sqlite3.DatabaseError("the changes beside it do not make it whole")
                 return database
-            for attempt in range(_LOOKS):  # other processes may write marks between two looks
+            for attempt in range(_LOOKS):  # other processes may write marks between two reads
                 seen = _seen(database)
                 if alone.mark is None or seen.mark is None or alone.mark[0] in seen.mark:
                     return database
@@ -192,10 +192,10 @@ class TableFile:
             raise
 
     def _alone(self, database: sqlite3.Connection, changed: bool) -> _Seen | None:
-        """Return what the file is by itself, and refuse what is not a table.
+        """Return the file's identity without the changes beside it; refuse a file that is no table.
 
-        None for half of one whose changes lie beside it: the disk was full, or the process killed, while SQLite wrote
-        them into the file. It writes them again.
+        None if the file is half written: the disk was full, or the process was killed, while SQLite wrote the
+        changes beside it into the file. SQLite will write them again.
         """
         try:
             alone = _seen(database)
@@ -203,7 +203,7 @@ class TableFile:
             if changed:
                 return None
             raise
-        if alone.objects or alone.application:  # else it is just being made, and all of it lies beside
+        if alone.objects or alone.application:  # else it is being created, and still lies beside
             self._refuse(alone)
         return alone
 
@@ -266,7 +266,7 @@ class TableFile:
             raise
 
     def _keep_a_log(self) -> None:
-        """Switch to a write-ahead log; SQLite does not wait where two processes do so at the same moment."""
+        """Switch to a write-ahead log; retry, as SQLite does not wait if two processes switch at once."""
         until = time.monotonic() + _BUSY_SECONDS
         while True:
             try:

@@ -1,4 +1,4 @@
-"""Filling a latency table: the rows that are asked for, and again those that were measured at a bad moment."""
+"""Fills a latency table: measures the rows asked for, and repeats rows measured at a bad moment."""
 
 from __future__ import annotations
 
@@ -19,27 +19,27 @@ from smcp_fx.latency.surface import Point
 #: What to measure: blocks, each with widths.
 Wanted = Sequence[tuple[Block, Sequence[Point]]]
 
-#: Unsteady rows are measured again so often, as long as that makes more than this share of them steady. Chosen, not
-#: measured.
+#: Rounds in which unsteady rows are measured again, as long as each makes more than this share of them
+#: steady. Chosen, not measured.
 _AGAIN, _WORTH = 3, 0.25
 #: Two measurements of a row confirm each other if they differ by less than this share. Chosen: three times as much as
 #: steady rows differ.
 _AGREE = 0.06
-#: After an unsteady row we check whether the machine is quiet, at most every so many seconds. Chosen: a check takes
-#: 0.2 s.
+#: After an unsteady row we check whether the machine is quiet, if the last check is this many seconds old.
+#: Chosen: a check takes 0.2 s.
 _CHECK_AGAIN_S = 10.0
-#: How often a row is tried if others' work spoils every run of it. Chosen, not measured.
+#: How often a row is tried if other processes spoil all its runs. Chosen, not measured.
 _BUSY_TRIES = 3
 
 
 @dataclass(frozen=True)
 class MeasureReport:
-    """What was measured.
+    """The result of a measurement.
 
-    ``failed`` and ``unstable``: rows behind the blocks' prices, whoever measured them: (block, widths, the error or
-    the largest spread of an unsteady state). ``repeated``: how many measurements repeated a row that was unsteady,
-    that was measured while the core was slow, or that the other rows contradict. ``elsewhere``: at which other inputs
-    the table knew blocks of which it had no rows (`known_at`).
+    ``failed`` and ``unstable``: rows behind the blocks' prices, whoever measured them: (block, widths, the
+    error or the largest spread of an unsteady state). ``repeated``: how many measurements repeated a row that
+    was unsteady, that was measured while the core was slow, or that the other rows contradict. ``elsewhere``:
+    the other inputs at which the table knew blocks that lacked rows (`known_at`).
     """
 
     measured: int
@@ -64,7 +64,7 @@ class MeasureReport:
 
 
 class Filling:
-    """Measures rows and keeps each at once. ``measured`` and ``repeated`` count them."""
+    """Measures rows and stores each at once. ``measured`` and ``repeated`` count them."""
 
     def __init__(
         self, store: LatencyStore, backend: Backend, config: TimingConfig | None, progress: Watcher | None
@@ -83,7 +83,7 @@ class Filling:
         return time.monotonic() - self._start
 
     def fill(self, ask: Callable[[], Wanted]) -> None:
-        """Measure what ``ask`` says until it asks for nothing; rows that another process measures are waited for."""
+        """Measure the rows that ``ask`` returns until it returns none; wait for rows of other processes."""
         while wanted := ask():
             self._backend.expect_blocks([block for block, _ in wanted])
             self._backend.prepare_rows([(block, point) for block, points in wanted for point in points])
@@ -98,12 +98,12 @@ class Filling:
                 time.sleep(0.05)
 
     def again(self, rows: Iterable[tuple[Block, Point, BlockLatency]]) -> None:
-        """Add rows of earlier calls to those that are repeated if they are unsteady."""
+        """Add rows of earlier calls, so that `repeat` measures them again if they are unsteady."""
         for block, point, row in rows:
             self._rows.setdefault((block.signature, point), (block, row))
 
     def repeat(self) -> None:
-        """Measure rows again that are unsteady, or were measured while the core was slow."""
+        """Repeat the rows that are unsteady or were measured while the core was slow."""
         for _ in range(_AGAIN):
             before = self.repeated
             mended = self._repeat_unsteady() + self._repeat_slow()
@@ -111,7 +111,7 @@ class Filling:
                 break
 
     def confirm(self, block: Block, points: Iterable[Point]) -> bool:
-        """Measure the first of these rows again that was measured only once; return whether there was one.
+        """Repeat the first of these rows that was measured only once; return whether there was one.
 
         If measurements disagree, the median of three counts.
         """
@@ -141,7 +141,7 @@ class Filling:
         return self._repeat([key for key, (_, row) in self._rows.items() if not row.stable])
 
     def _repeat_slow(self) -> int:
-        """While the core is fast, measure rows again that it was slow for; return how many improved."""
+        """While the core is fast, repeat the rows measured when it was slow; return how many improved."""
         limit = TOLERANCE * min((row.pace_ms for _, row in self._rows.values() if row.pace_ms), default=0.0)
         return self._repeat([key for key, (_, row) in self._rows.items() if row.pace_ms > limit], limit)
 

@@ -1,4 +1,4 @@
-"""At which inputs (batch, image size) a table knows blocks: rows at others say nothing about them."""
+"""The inputs (batch, image size) at which a table knows blocks: rows at one say nothing about another."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from smcp_fx.blocks.sharing import Block
 from smcp_fx.errors import TableError
 from smcp_fx.latency.store import LatencyStore
 
-#: Most batch sizes that are named.
+#: The most batch sizes named in a message.
 _NAMED = 4
 
 
 def input_shapes(signature: str) -> list[list[int | str]]:
-    """Return the shapes of a block's inputs from its signature, "c" for channels that vary; [] where it has none."""
+    """Return the shapes of a block's inputs from its signature, "c" for varying channels; [] without any."""
     try:
         return [list(shape[:-1]) for shape in json.loads(signature).get("inputs", [])]
     except (AttributeError, TypeError, ValueError):  # a file from elsewhere
@@ -24,7 +24,7 @@ def input_shapes(signature: str) -> list[list[int | str]]:
 
 
 def known_at(blocks: Iterable[Block], store: LatencyStore, fingerprint: Fingerprint) -> str:
-    """Say at which other inputs a table has rows of these blocks: "batch 1", "other image sizes"; "" where at none.
+    """Name the other inputs at which a table has rows of these blocks: "batch 1", "other image sizes"; or "".
 
     Blocks that have rows at their own inputs do not count.
     """
@@ -52,7 +52,7 @@ def known_at(blocks: Iterable[Block], store: LatencyStore, fingerprint: Fingerpr
 
 
 def _batch(signature: str) -> int:
-    """Return the batch of a block's first input; 0 where it has none."""
+    """Return the batch of a block's first input; 0 if it has none."""
     first = next(iter(input_shapes(signature)), [])
     return first[0] if first and isinstance(first[0], int) else 0
 

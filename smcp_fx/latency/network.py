@@ -1,4 +1,4 @@
-"""The latency of one network at any counts: its blocks' sum by a latency table, and what the cache does to it."""
+"""The latency of one network at any counts: the sum of its blocks from a table, and the cache's effect."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ from smcp_fx.tracing.tracer import Traced
 #: A smaller count is offered only if it saves this share of its blocks' latency, as rows are no more certain than
 #: that (docs: experiments.md).
 _LEAST_SAVING = 0.02
-#: How uncertain the dense and the chosen networks' latencies may be because rows are not measured, as a share of the
-#: latency. Chosen: a measured row differs from itself by more.
+#: How uncertain unmeasured rows may leave the dense and the chosen networks' latencies, as a share of the
+#: latency. Chosen: repeated measurements of a row differ by more.
 SURE = 0.002
 #: A longer run makes weights colder, which makes the run longer still. First-order prices are divided by one less
 #: this feedback; the divisor is at least this, or prices would grow without bound. Chosen, not measured.
@@ -39,7 +39,7 @@ _LEAST_DAMPING = 0.25
 
 @dataclass(frozen=True)
 class Measurer:
-    """Measures rows that a table lacks. ``progress`` as `row_watcher` takes it."""
+    """Measures rows that a table lacks. ``progress``: as for `row_watcher`."""
 
     backend: Backend
     progress: bool | Watcher = True
@@ -47,15 +47,15 @@ class Measurer:
 
 @dataclass
 class NetworkLatency:
-    """The parts of a network's latency. Its prices get more certain as `learn` measures rows that they lack.
+    """The parts of a network's latency. `learn` measures missing rows, which makes the prices more certain.
 
-    Rows count up to the last one that was asked for (``as_of``, seconds), so that a resumed run does not know what it
-    measured later.
+    Only rows up to the last one asked for (``as_of``, seconds) count, so that a resumed run ignores rows that
+    it measured later.
 
-    ``blocks``: what the network was cut into; ``report``: what was measured so far, None if nothing is. ``hot`` and
-    ``cold``: the sums over blocks with weights in cache and in memory, ms; ``weights`` and ``activations``: the
-    bytes that a run reads and writes. ``run_ms``: what a run costs beside its blocks. ``cold_share``: set by the
-    user instead of computed from the footprint. ``measurer``: None if nothing may be measured.
+    ``blocks``: the network's blocks; ``report``: the measurements so far, None without any. ``hot`` and
+    ``cold``: the sums over blocks with weights in cache and in memory, ms; ``weights`` and ``activations``:
+    the bytes that a run reads and writes. ``run_ms``: a run's own cost outside its blocks. ``cold_share``:
+    set by the user instead of computed from the footprint. ``measurer``: None if nothing may be measured.
     """
 
     table: LatencyTable = field(repr=False)
@@ -117,7 +117,7 @@ class NetworkLatency:
     def price_as_of(self, as_of: float) -> bool:
         """Take the prices from the rows up to a time; return whether that was possible.
 
-        Where they are not enough, the table is another or was measured anew, and all its rows count.
+        If these rows do not suffice, the table is another or was measured anew; then all its rows count.
         """
         before, self.as_of = self.as_of, as_of
         try:
@@ -143,9 +143,9 @@ class NetworkLatency:
     def learn(self, counts: Mapping[str, int], doubt: float) -> bool:
         """Measure the rows at these counts that the table lacks; return whether prices changed.
 
-        Rows are not needed if the whole network's latency is known to within ``doubt`` (a share of it) without them;
-        each block may contribute that share divided by the square root of the number of blocks. If the machine is too
-        busy, `MachineBusyError` for final choices (``doubt`` = `SURE`); passing choices make do without the rows.
+        Rows are not needed if the network's latency is known to within ``doubt`` (a share of it) without
+        them; each block may contribute that share divided by the square root of the number of blocks. On a
+        busy machine final choices (``doubt`` = `SURE`) raise `MachineBusyError`; others forgo the rows.
         """
         try:
             return self.measurer is not None and self.take(self.lacking(counts, doubt))
@@ -234,7 +234,7 @@ class NetworkLatency:
         share, ms = self.share(counts), self.latency(counts)
         slope, damping = 0.0, 1.0
         if self.cold_share is None:
-            # Cold rows that were measured faster than hot ones are noise.
+            # A cold row that is faster than the hot one is noise.
             of_cold = max(whole.cold_ms - whole.hot_ms, 0.0)
             slope, with_ms = (each * of_cold for each in self.residency.slopes(whole.footprint, ms))
             damping = max(1 - with_ms, _LEAST_DAMPING)
@@ -287,7 +287,7 @@ def _bytes_written(
     permitted: Mapping[str, tuple[int, ...]],
     smaller: float,
 ) -> NetworkCost:
-    """Bytes of results; ``smaller``: what a number takes, as a share of what it takes in the traced network."""
+    """The bytes of the blocks' results; ``smaller``: a number's size as a share of its size when traced."""
     terms, constant = [], 0.0
     for block in blocks:
         for width, size in block.written:
@@ -305,7 +305,7 @@ def _permitted(channels: ChannelGraph) -> dict[str, tuple[int, ...]]:
 
 
 def _nothing_is_free(price: Price, least: tuple[int, ...]) -> Price:
-    """A price of 0 for a block without channels to read or write; ``least``: the smallest widths with a price."""
+    """Price a block without channels to read or write at 0; ``least``: the smallest widths with a price."""
 
     def priced(*widths: NDArray[np.int64]) -> NDArray[np.float64]:
         present = np.logical_and.reduce([width > 0 for width in np.broadcast_arrays(*widths)])

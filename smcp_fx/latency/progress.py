@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-#: If there is no terminal, a line is written every so many seconds.
+#: The seconds between two lines if there is no terminal.
 _LINE_SECONDS = 60.0
 
 
@@ -28,7 +28,7 @@ Watcher = Callable[[MeasuringProgress], None]
 
 @contextlib.contextmanager
 def row_watcher(progress: bool | Watcher) -> Iterator[Watcher | None]:
-    """Give the function to call after every row; None if nothing is shown.
+    """Yield the function to call after every row; None if nothing is shown.
 
     ``progress``: True for a bar on standard error, or a line there each minute if that is not a terminal; False for
     nothing; or a function of the caller's own.

@@ -1,4 +1,4 @@
-"""How much of a network's weights comes from memory rather than from cache, and what that does to its latency.
+"""How much of a network's weights comes from memory rather than from cache, and the effect on its latency.
 
 A block's weights are in cache when it runs if they stayed there since the network's last run. Two things push them
 out: what the *whole* network touches in between (its footprint, compared with the size of the cache), and what others
@@ -23,15 +23,15 @@ from smcp_fx.errors import InputError
 # experiments.md).
 #: How fast the share rises with the footprint; it is half-way up where the footprint is as large as the cache.
 _STEEPNESS = 2.0
-#: The share is half-way up after this part of the time in which half of what was read once is gone; how fast it rises
-#: with time.
+#: The share is half-way up after this part of the time in which the cache loses half of its content; how fast
+#: it rises with time.
 _OF_HALF_MS, _STEEPNESS_IN_TIME = 0.7, 3.2
 #: The share of weights that come from memory however small and fast a network is. Fitted as those above.
 _FLOOR = 0.03
 #: How much a byte that blocks write counts beside a byte of weights: runtimes reuse memory within a run. On six
 #: records of networks 0.25 to 0.5 predict nearly alike, and better than 0.
 OF_ACTIVATIONS = 0.3
-#: The equation for T is solved once a step changes it by less than this share, or after so many steps.
+#: The equation for T is solved once a step changes T by less than this share, or after this many steps.
 _SETTLED, _STEPS = 1e-9, 200
 #: This many times the half-way point is as good as infinity.
 _ALL = 1e12
@@ -62,8 +62,8 @@ class Residency:
     def of_cache(cls, cache_bytes: int, half_ms: float = math.inf) -> Residency:
         """Return the residency for a machine's cache.
 
-        ``cache_bytes``: the size of the cache that networks outgrow; ``half_ms``: after how many ms half of what it
-        held is gone (`Backend.fading_half_ms`).
+        ``cache_bytes``: the size of the cache that networks outgrow; ``half_ms``: after how many ms half of
+        it is replaced (`Backend.fading_half_ms`).
         """
         return cls(float(cache_bytes), half_ms=_OF_HALF_MS * half_ms)
 
@@ -106,7 +106,7 @@ def _half_way(value: float, half: float, steepness: float) -> float:
 
 @dataclass(frozen=True)
 class Whole:
-    """A whole network: its blocks' sums in both states, what a run costs beside them (ms), and what it touches."""
+    """A whole network: its blocks' sums in both states, a run's own cost (ms), and the bytes it touches."""
 
     hot_ms: float
     cold_ms: float

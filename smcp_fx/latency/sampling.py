@@ -84,7 +84,7 @@ def _doubts(grids: Grids, measured: Sequence[Point], points: Sequence[Point]) ->
 
 
 def _divided(grid: Sequence[int]) -> Scale:
-    """Widths that are not multiples of a vector may take another path, so these need a row of their own."""
+    """Return a scale on which widths that are not multiples of a vector need a row of their own."""
     return Scale(aligned=4) if any(width % 4 for width in grid) else Scale()
 
 

@@ -64,4 +64,4 @@ def kind_of(signature: str) -> str:
         module = step.get("module", {})
         return json.dumps([step["operation"], module.get("kernel_size"), module.get("groups") == "depthwise"])
     except (ValueError, KeyError, IndexError, TypeError, AttributeError):
-        return signature  # not ours, as imported rows' may be
+        return signature  # a foreign one, such as an imported row's

@@ -117,7 +117,7 @@ class LatencyStore:
         return rows
 
     def looked_through(self) -> Iterator[TableRow | TableError]:
-        """Yield every measured or failed row; in place of a damaged one, what is wrong with it."""
+        """Yield every measured or failed row, or for a damaged row its `TableError`."""
         with self._reported():
             prints: dict[int, Fingerprint | TableError] = {}
             for row in self._file.run(_FINGERPRINTS):
@@ -134,7 +134,7 @@ class LatencyStore:
             for row in rows:
                 here = prints.get(row[0])
                 if here is None or row[1] not in blocks:
-                    continue  # refers to nothing, which `damage` reports
+                    continue  # a dangling reference, which `damage` reports
                 try:
                     if isinstance(here, TableError):
                         raise here
@@ -151,7 +151,7 @@ class LatencyStore:
     def claim(
         self, name: str, signature: str, fingerprint: Fingerprint, points: Sequence[Point]
     ) -> Point | None:
-        """Claim the first of ``points`` that is neither known nor claimed; None when there is none."""
+        """Claim the first of ``points`` that is neither known nor claimed, and return it; None if all are."""
         with self._transaction() as run:
             key = (self._fingerprint_id(fingerprint), self._block_id(name, signature))
             taken = {}
@@ -188,7 +188,7 @@ class LatencyStore:
     def write(
         self, signature: str, fingerprint: Fingerprint, results: Mapping[Point, BlockLatency | str]
     ) -> None:
-        """Write rows that were claimed before, all or none: their latencies, or the errors that prevented them."""
+        """Write the results of claimed rows, all or none: each a latency, or the error of its measurement."""
         columns = [f"{name} = ?" for name in f"{_HOT}, {_COLD}".split(", ")]
         with self._transaction() as run:
             for point, result in results.items():
@@ -211,7 +211,7 @@ class LatencyStore:
                 )
 
     def insert(self, rows: Sequence[TableRow]) -> int:
-        """Add rows that were measured elsewhere, all or none; return how many were new or better than those there.
+        """Add rows measured elsewhere, all or none; return how many were new or better than the stored ones.
 
         A measured row is better than a failed or claimed one, and a stable one is better than an unstable one.
         """
@@ -252,14 +252,14 @@ class LatencyStore:
         return taken
 
     def claimed(self) -> tuple[int, int]:
-        """Return how many rows are claimed: by processes that are running, and by processes that are gone."""
+        """Return how many rows running processes have claimed, and how many processes that are gone."""
         with self._reported():
             owners = self._file.run("SELECT owner, changed FROM latency WHERE state = 'claimed'").fetchall()
         alive = sum(is_alive(owner, changed, self._owner) for owner, changed in owners)
         return alive, len(owners) - alive
 
     def damage(self) -> list[str]:
-        """Return what SQLite finds wrong with the file; nothing for a sound one."""
+        """Return the faults that SQLite finds in the file, one line each."""
         with self._reported():
             lines = [row[0] for row in self._file.run("PRAGMA integrity_check").fetchall()]
             orphans = self._file.run("PRAGMA foreign_key_check").fetchall()
@@ -268,7 +268,7 @@ class LatencyStore:
         ]
 
     def release(self, signature: str, fingerprint: Fingerprint, points: Sequence[Point]) -> None:
-        """Give up claims, so that they can be taken again at once."""
+        """Give up claims, so that any process can claim the rows at once."""
         with self._transaction() as run:
             for point in points:
                 run(
@@ -291,7 +291,7 @@ class LatencyStore:
     def _of_block(
         self, columns: str, state: str, signature: str, fingerprint: Fingerprint, as_of: float = math.inf
     ) -> Iterator[tuple[Any, ...]]:
-        limit = "" if as_of == math.inf else f" AND changed <= {as_of!r}"  # without one, odd values are seen
+        limit = "" if as_of == math.inf else f" AND changed <= {as_of!r}"  # unlimited: damaged times too
         return self._file.run(
             f"SELECT {columns} FROM latency JOIN block ON block.id = block JOIN fingerprint f ON f.id = fingerprint "
             f"WHERE signature = ? AND key = ? AND state = ?{limit}",
@@ -334,7 +334,7 @@ class LatencyStore:
         try:
             yield
         except sqlite3.OperationalError as error:
-            full = any(word in str(error) for word in ("full", "disk I/O error"))  # SQLite's, of a full disk
+            full = any(word in str(error) for word in ("full", "disk I/O error"))  # for a full disk
             advice = "; free space, or measure into another folder" if full else ""
             raise TableError(f"the latency table {self.path} cannot be used: {error}{advice}") from error
         except (

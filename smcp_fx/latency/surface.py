@@ -26,16 +26,16 @@ from smcp_fx.latency.scale import SCALES, Floats, Scale
 Point = tuple[int, ...]
 Ints = NDArray[np.int64]
 
-#: Standard deviations, in logarithms, of the factor that the bilinear form leaves: the same for all widths, of each
-#: width by itself, of both together, and of what changes faster; of the other path's cost, and how that changes; of a
-#: row's noise. Chosen by how well they predict held-out rows of five networks (docs: experiments.md).
+#: Standard deviations, in logarithms, of the factor that the bilinear form leaves: its constant part, each
+#: width's part, the joint part and the fast part; of the other path's cost, and its change along the width;
+#: of a row's noise. Chosen by how well they predict held-out rows of five networks (docs: experiments.md).
 _ALIKE, _EACH, _BOTH, _FAST, _PATH, _ALONG, _ROW = 0.05, 0.10, 0.10, 0.04, 0.7, 0.15, 0.015
-#: Length scales, in logarithms of widths: of what changes slowly, and fast. Chosen as the line above.
+#: Length scales, in logarithms of widths, of the slow and the fast parts. Chosen as the line above.
 _SLOWLY, _QUICKLY = 1.0, 0.35
 #: The bilinear form's coefficients before any row is known, as shares of the largest latency, and their weight in the
 #: fit. Chosen as the lines above.
 _FORM, _SURELY = (0.03, 0.06, 0.06, 0.85), 0.5
-#: A row this many standard deviations from what the others predict is measured again. The usual three.
+#: A row this many standard deviations from the others' prediction is measured again. The usual three.
 _SURPRISE = 3.0
 #: A scale must raise the rows' log-likelihood by this over a plainer one. Chosen, not measured.
 _MARGIN = 1.0
@@ -107,7 +107,7 @@ class Surface:
         return float(-0.5 * self._left @ self._weights - np.log(np.diag(factor)).sum())
 
     def surprises(self) -> list[Point]:
-        """Return the rows that are over three standard deviations from what the others predict, the worst first."""
+        """Return the rows over three standard deviations from the others' prediction, the worst first."""
         inverse = cho_solve(self._factor, np.eye(len(self.rows)))
         far = np.abs(self._weights) / np.sqrt(np.diag(inverse))
         points = list(self.rows)
@@ -177,7 +177,7 @@ class Surface:
 
     @cached_property
     def _lines(self) -> list[Floats]:
-        """What each width adds by itself, from the smallest to the full one."""
+        """Each width's own part, from the smallest width to the full one."""
         lines = []
         for grid, (slow, fast, path) in zip(self.grids, self._along, strict=True):
             alone = _BOTH**2 * slow + _FAST**2 * fast if len(self.grids) == 1 else 0.0
@@ -187,7 +187,7 @@ class Surface:
 
     @cached_property
     def _sides(self) -> tuple[Floats, Floats]:
-        """What two widths add together is the sum over the last axis of one side's values times the other's."""
+        """The joint part of two widths: the sum over the last axis of one side's values times the other's."""
         (slow_x, fast_x, _), (slow_y, fast_y, _) = self._along
         x = np.concatenate([_BOTH**2 * slow_x * self._weights, _FAST**2 * fast_x * self._weights], axis=1)
         return x, np.concatenate([slow_y, fast_y], axis=1)

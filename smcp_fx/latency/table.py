@@ -1,4 +1,4 @@
-"""The latency table: what the fused blocks of networks cost on one device, measured once and kept.
+"""The latency table: the latencies of fused blocks on one device, measured once and kept.
 
 table = LatencyTable("table.sqlite")
 report = table.measure(blocks, backend, whole=False)     # a few rows per block
@@ -30,10 +30,10 @@ from smcp_fx.latency.scale import kind_of
 from smcp_fx.latency.store import LatencyStore, TableRow
 from smcp_fx.latency.surface import Point, Surface, choose_scales
 
-#: The signature of the row that holds what a run costs beside its blocks.
+#: The signature of the row that holds a run's own cost, outside its blocks.
 RUN_SIGNATURE = '{"steps":"none"}'
 
-#: If a block takes less (ms), an error says more about the profiler's clock (1 us) than about interpolation.
+#: Below this latency (ms), an error says more about the profiler's clock (1 us) than about interpolation.
 MEASURABLE_MS = 0.01
 
 
@@ -41,7 +41,7 @@ MEASURABLE_MS = 0.01
 class HeldOutError:
     """Relative errors when each row is predicted from the others, the ms measured there, and the rows themselves.
 
-    ``steady``: which rows were steady when they were measured. Unsteady rows differ from themselves as much.
+    ``steady``: which rows were steady when measured. Repeated measurements of an unsteady row differ as much.
     """
 
     points: int
@@ -68,7 +68,7 @@ class HeldOutError:
         return cls(len(errors), median, p95, largest, errors, measured_ms, rows, steady)
 
     def telling(self, ms: float = MEASURABLE_MS) -> HeldOutError:
-        """Return the errors of steady rows that took at least so long."""
+        """Return the errors of the steady rows that took at least ``ms``."""
         kept = np.flatnonzero((self.measured_ms >= ms) & self.steady)
         return self.of(
             self.errors[kept], self.measured_ms[kept], tuple(self.rows[i] for i in kept), self.steady[kept]
@@ -78,10 +78,10 @@ class HeldOutError:
 class LatencyTable:
     """Latencies of blocks in one SQLite file, shared by models, runs and processes.
 
-    ``cold_share``: how the two states of a row are weighted, if the backend tells them apart: 0 for weights that are
-    in cache when the block runs (a small network), 1 for weights that come from memory (a large one). None leaves it
-    to the network's size (`LatencyCost`); a block by itself is then priced in cache. ``read_only``: open an existing
-    file, and write nothing to it.
+    ``cold_share``: the weight of a row's cold state, if the backend measures both states: 0 if weights are in
+    cache when the block runs (a small network), 1 if they come from memory (a large one). None derives it
+    from the network's size (`LatencyCost`), and prices a single block in cache. ``read_only``: open an
+    existing file, and write nothing to it.
     """
 
     def __init__(
@@ -125,11 +125,11 @@ class LatencyTable:
     ) -> MeasureReport:
         """Measure the rows that the table lacks for blocks; each row is kept as soon as it is measured.
 
-        ``whole``: enough rows to know the blocks' whole ranges; else the few first ones, to which `learn` adds. Rows
-        that another process has claimed are waited for. A row whose measurement fails is marked, and the others go
-        on. At the end, rows of this call are measured again if they were unsteady, if the core was slower then than
-        it turned out to be, or if the other rows predict something else. ``retry_failed`` and ``retry_unstable``
-        measure such rows of earlier calls again too. ``progress`` is called after every row.
+        ``whole``: measure enough rows to cover the blocks' whole ranges; else only the first few, to which
+        `learn` adds. The call waits for rows that another process has claimed. A failed row is marked, and
+        the call continues. At the end it repeats rows of its own that were unsteady, that were measured
+        while the core was slow, or that the other rows contradict. ``retry_failed`` and ``retry_unstable``
+        repeat such rows of earlier calls too. ``progress`` is called after every row.
 
         Raises `MachineBusyError`, at the beginning or in the middle, if the machine is too busy for rows to mean
         anything; the rows measured so far are kept.
@@ -152,7 +152,7 @@ class LatencyTable:
         backend: Backend,
         progress: Watcher | None = None,
     ) -> MeasureReport:
-        """Measure those of ``rows`` that are neither known nor failed, as `measure` does.
+        """Measure the ``rows`` that are neither known nor failed, as `measure` does.
 
         ``blocks``: the blocks whose rows, including these, are checked against each other.
         """
@@ -227,7 +227,7 @@ class LatencyTable:
     # ---- what rows say ------------------------------------------------------------------------------------------
 
     def run_overhead(self, fingerprint: Fingerprint) -> float:
-        """Return what a run costs beside its blocks, in ms; 0 if that is not measured."""
+        """Return a run's own cost outside its blocks, in ms; 0 if that is not measured."""
         latency = self.store.measured(RUN_SIGNATURE, fingerprint).get(())
         return 0.0 if latency is None else latency.hot.median_ms
 
@@ -266,7 +266,7 @@ class LatencyTable:
     def unsteady(
         self, blocks: Iterable[Block], fingerprint: Fingerprint
     ) -> list[tuple[Block, Point, BlockLatency]]:
-        """Return the unsteady rows that these blocks' prices rest on, whoever measured them."""
+        """Return the unsteady rows that these blocks' prices use, whoever measured them."""
         rows = {
             (block.signature, point): (block, point, row)
             for block in unique_blocks(blocks)
@@ -278,9 +278,9 @@ class LatencyTable:
     def held_out_error(
         self, blocks: Iterable[Block], fingerprint: Fingerprint, cold_share: float | None = None
     ) -> HeldOutError:
-        """Return the errors when rows, except a block's first ones, are predicted from the block's other rows.
+        """Predict each row but a block's first ones from the block's other rows, and return the errors.
 
-        ``cold_share`` as for `surface`: 0 for the state in cache, 1 for the one from memory.
+        ``cold_share`` as for `surface`: 0 for weights in cache, 1 for weights in memory.
         """
         share = (self.cold_share if cold_share is None else cold_share) or 0.0
         unique = unique_blocks(blocks)
@@ -304,7 +304,7 @@ class LatencyTable:
         )
 
     def _confirm(self, filling: Filling, blocks: Sequence[Block], fingerprint: Fingerprint) -> None:
-        """Measure rows again that the others contradict: one at a time, as each changes what is known of the rest."""
+        """Repeat rows that the others contradict, one at a time, as each result changes the predictions."""
         measured = [
             block for block in blocks if not rows_to_begin(block.grids, self._in_range(block, fingerprint))
         ]
@@ -318,9 +318,9 @@ class LatencyTable:
     def latest(
         self, blocks: Iterable[Block], fingerprint: Fingerprint, asked: Iterable[Point] | None = None
     ) -> float:
-        """Return when the last row of these blocks was measured or failed (seconds); 0 where none was.
+        """Return when the last row of these blocks was measured or failed (seconds); 0 if none was.
 
-        ``asked``: look only at these widths, one point a block.
+        ``asked``: look only at these widths, one point per block.
         """
         blocks = list(blocks)
         points: list[Point | None] = [None] * len(blocks) if asked is None else list(asked)

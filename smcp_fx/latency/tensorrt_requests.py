@@ -43,7 +43,7 @@ _ALONE, _ROW = "run-alone", "run-in-a-row"
 
 @dataclass(frozen=True)
 class Answers:
-    """What was read: rows for the table, how many requests have no answer yet, and the device that they are of."""
+    """The answers read: rows for the table, the number of unanswered requests, and the rows' device."""
 
     rows: tuple[TableRow, ...]
     unanswered: int
@@ -60,8 +60,8 @@ def emit_requests(
     """Write ONNX files, requests and the worker itself into ``folder``; return how many rows are asked for.
 
     Requests that are already in the folder stay, with their answers; `TableError` if they have other options.
-    ``retry_failed``: ask again for what was answered with an error, under a new name, as the device has already
-    answered the first request.
+    ``retry_failed``: repeat the requests that were answered with an error, under new names, as the device has
+    already answered the old ones.
     """
     options = replace(options, block=True)
     built = json.loads(json.dumps(asdict(options)))

@@ -19,7 +19,7 @@ _MOST = 2**31 - 1
 #: The last moment that Python can represent as a date, in seconds since 1970.
 _LAST_SECOND = 253_402_300_799.0
 _MOST_WIDTHS, _LONGEST_NAME = 8, 500
-#: Overheads were subtracted, so quartiles of what is near 0 may be negative. The longest time is a day.
+#: Overheads were subtracted, so quartiles near 0 may be negative. The longest time is a day.
 _LEAST_MS, _LONGEST_MS = -1000.0, 86_400_000.0
 
 
@@ -46,7 +46,7 @@ def whole(value: Any, name: str, least: int = 1, most: int = _MOST) -> int:
 
 
 def milliseconds(value: Any, name: str, least: float = 0.0) -> float:
-    """Return a latency in ms; 0 is one that was too short for its clock."""
+    """Return a latency in ms; 0 if it was too short for its clock."""
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not least <= value <= _LONGEST_MS:
         raise ValueError(f"{name} is {brief(value)}; a latency is a positive number of ms")
     return float(value)
@@ -67,7 +67,7 @@ def widths(value: Any) -> tuple[int, ...]:
 
 
 def widths_of_text(value: Any) -> tuple[int, ...]:
-    """Return a block's widths from JSON, written as a table has them."""
+    """Return a block's widths from JSON, written as in a table."""
     read = widths(parse_json(text(value, "the widths")))
     if value != json.dumps(read):
         raise ValueError(f"the widths are {brief(value)}, not written as {json.dumps(read)}")

@@ -4,9 +4,9 @@
     after    module = get_attr[norm]                           kept = mean_kept(x, get_attr[smcp.kept_total])
              norm = module_over_kept(module, mask, x)          total = kept.mean(1)
 
-A mask holds ones and zeros, and broadcasts against its tensor. If all channels are kept, each function gives what
-the plain operation does. Masked channels are normalised by the statistics of the kept ones, so that the weights
-that read them still learn their worth.
+A mask holds ones and zeros, and broadcasts against its tensor. If all channels are kept, each function gives
+the result of the plain operation. Masked channels are normalised by the statistics of the kept ones, so that
+the weights that read them still get gradients.
 """
 
 from __future__ import annotations
@@ -81,9 +81,9 @@ def as_it_was(x: Tensor) -> Tensor:
 class _Normalise(torch.autograd.Function):
     """(x - mean) / sqrt(variance + eps) * weight + bias, by the kept channels' statistics over ``dims``.
 
-    Without the mean if not ``centred``. Also returns the normalised values and the inverse divisors: a second
-    backward is right only if what the first one reads is an output. ``mask``, ``weight`` and ``bias`` have the rank
-    of ``x``.
+    Skips the mean unless ``centred``. Also returns the normalised values and the inverse divisors: a second
+    backward is right only if the values that the first one reads are outputs. ``mask``, ``weight`` and
+    ``bias`` have the rank of ``x``.
     """
 
     @staticmethod
@@ -122,7 +122,7 @@ class _Normalise(torch.autograd.Function):
             if gradient is of_out:
                 to_weight = None if weight is None else product.sum_to_size(weight.shape)
                 to_bias = None if ctx.bias is None else gradient.sum_to_size(ctx.bias)
-            # What goes through the statistics, less: -share * (y * sum(gradient * y) + sum(gradient)).
+            # The gradient through the statistics: -share * (y * sum(gradient * y) + sum(gradient)).
             through = -y * _total(product, factor, ctx.dims)
             if ctx.centred:
                 through -= _total(gradient, factor, ctx.dims)
@@ -135,7 +135,7 @@ class _Normalise(torch.autograd.Function):
 
 
 def _total(x: Tensor, factor: Tensor | None, dims: tuple[int, ...]) -> Tensor:
-    """Sum of ``x * factor`` over ``dims``, which are kept, with as few passes over memory as there can be."""
+    """Sum ``x * factor`` over ``dims``, which stay as size 1, in as few passes over memory as possible."""
     if factor is None:
         return x.sum(dims, keepdim=True)
     is_line = dims == (x.dim() - 1,) and factor.numel() == x.shape[-1]
@@ -229,7 +229,7 @@ def softmax_over_kept(mask: Tensor, input: Tensor, dim: int, *options: Any, **na
 
 
 def log_softmax_over_kept(mask: Tensor, input: Tensor, dim: int, *options: Any, **named: Any) -> Tensor:
-    """`F.log_softmax` over the kept channels. ``options``: as of torch's functions; a type is used."""
+    """`F.log_softmax` over the kept channels. Of torch's other ``options``, only a dtype is used."""
     asked = [one for one in (*options, named.get("dtype")) if isinstance(one, torch.dtype)]
     typed = input.to(asked[0]) if asked else input
     wide = typed.float() if typed.dtype in (torch.float16, torch.bfloat16) else typed
@@ -250,7 +250,7 @@ def batch_norm_over_kept(
 ) -> Tensor:
     """`F.batch_norm` of an input whose channels lie among the positions: the kept ones give the statistics.
 
-    In evaluation there is nothing to gather. Modes of torch's functions see the call, as they see the plain one.
+    In evaluation it is the plain operation. Torch function modes see the call, as they see the plain one.
     """
     if has_torch_function_unary(input):
         named = (running_mean, running_var, weight, bias, training, momentum, eps)
@@ -273,7 +273,7 @@ def batch_norm_over_kept(
 
 
 def _batch_norm_module(module: Any, mask: Tensor, input: Tensor) -> Tensor:
-    """As `nn.BatchNorm2d` calls the function."""
+    """Call `batch_norm_over_kept` as `nn.BatchNorm2d` calls `F.batch_norm`."""
     if isinstance(module, nn.SyncBatchNorm) and module.training:
         raise TrainingError(
             "a SyncBatchNorm over positions that are channels cannot gather statistics of those that are kept: "

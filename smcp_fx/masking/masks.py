@@ -24,7 +24,7 @@ META = "smcp"
 class Mark:
     """What a pass did to a node: ``kind``, and the module path it took the call from.
 
-    "mask", "scale": of a weight; "kept": of the channels that the node mixes, in place of its own ``call``.
+    "mask" and "scale" change a weight; "kept" restricts a mix to the kept channels, and replaces ``call``.
     """
 
     kind: Literal["mask", "scale", "kept"]
@@ -81,8 +81,8 @@ class _DirectScale(torch.autograd.Function):
 def soft_mask(weight: Tensor, mask: Tensor) -> Tensor:
     """Return ``weight * mask``; the gradient goes straight through to all of ``weight`` (SMCP eq. 1, 2).
 
-    Masks of frozen weights take gradients instead: the sum of ``weight * gradient`` over each of their elements,
-    which the importance would compute from the weight's own gradient.
+    If the weight is frozen, its mask takes the gradient: for each element the sum of ``weight * gradient``,
+    which the importance would otherwise compute from the weight's own gradient.
     """
     return _StraightThrough.apply(weight, _for_each_image(mask, weight))  # type: ignore[no-any-return]
 
@@ -94,7 +94,7 @@ def hard_mask(weight: Tensor, mask: Tensor) -> Tensor:
 
 
 def computed_mask(weight: Tensor, mask: Tensor) -> Tensor:
-    """Return ``weight * mask`` for a computed weight, whose computation gets the kept channels' gradient alone.
+    """Return ``weight * mask`` for a computed weight; the computation gets only the kept channels' gradient.
 
     With straight-through gradients, masked channels would move a norm's scale or a router, which the kept ones share
     (docs/explanations/experiments.md). The mask's own gradient is as for a frozen weight: see `soft_mask`.

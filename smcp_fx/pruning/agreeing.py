@@ -1,4 +1,4 @@
-"""One choice for all ranks: rank 0 makes it, the others take it over, its errors included."""
+"""One choice for all ranks: rank 0 makes it, and the others adopt it, or its error."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from smcp_fx.pruning.selection import Choice
 def agree(keep: Tensor, scores: Tensor, choose: Callable[[], Choice]) -> dict[str, float]:
     """Let rank 0 ``choose``, and write the units it keeps into ``keep`` ([units] bool) on every rank.
 
-    Returns the choice's cost, the importance it keeps, and the bound on that. Raises on all ranks what rank 0 raised:
-    `InfeasibleBudgetError` as it is, anything else as a `TrainingError` on the others.
+    Returns the choice's cost, the importance it keeps, and the bound on that. Raises the error of rank 0 on
+    all ranks: `InfeasibleBudgetError` as it is, any other as a `TrainingError` on the other ranks.
     """
     failure: Exception | None = None
     message: dict[str, Any] = {}

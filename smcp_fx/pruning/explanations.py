@@ -1,4 +1,4 @@
-"""Errors of solves that find no masks: they say what stands in the way, and what to do."""
+"""Errors of solves that find no masks: they name the obstacle and the remedy."""
 
 from __future__ import annotations
 

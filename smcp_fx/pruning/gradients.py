@@ -13,7 +13,7 @@ from torch import Tensor, nn
 def loss_scale(scaler: Any) -> Tensor | float | None:
     """Return the factor of the gradients under a `GradScaler`; None without one.
 
-    It is 1 after ``scaler.unscale_(optimizer)``, as the scaler's own records show.
+    The factor is 1 after ``scaler.unscale_(optimizer)``, which the scaler's own records show.
     """
     if scaler is None or not scaler.is_enabled():
         return None
@@ -25,7 +25,7 @@ def loss_scale(scaler: Any) -> Tensor | float | None:
 
 
 def all_finite(parameters: Iterable[nn.Parameter]) -> Tensor:
-    """Return a bool scalar on the gradients' device: whether all are finite (true without any)."""
+    """Return whether all gradients are finite, as a bool scalar on their device; true if there are none."""
     gradients = _gradients(parameters)
     if not gradients:
         return torch.tensor(True)

@@ -16,7 +16,7 @@ from smcp_fx.passes.insert_soft_masks import masked_layers
 from smcp_fx.pruning import ranks
 from smcp_fx.pruning.state import PruningState
 
-#: Elements of a product that are made at a time on a CPU: they are summed before they leave its cache (512 KiB).
+#: Elements of a product computed at a time on a CPU: they are summed before they leave its cache (512 KiB).
 _CHUNK = 1 << 17
 
 
@@ -26,9 +26,9 @@ class TaylorImportance:
     ``abs_of_sum``: |sum over the unit's slots in all its consumers of sum W * dL/dW|. ``sum_of_abs``: the
     sum over the consumers of each one's absolute value.
 
-    A weight that is frozen, or computed from parameters, has no gradient; its mask takes one instead, whose elements
-    are the same sums. So do the masks of products and statistics over channels that no layer reads (the queries and
-    keys of one head): sum x * dL/dx.
+    A weight that is frozen, or computed from parameters, has no gradient; its mask takes a gradient instead,
+    whose elements are the same sums. So do the masks of products and statistics over channels that no layer
+    reads (the queries and keys of one head): sum x * dL/dx.
     """
 
     def __init__(self, channels: ChannelGraph, state: PruningState, rule: ImportanceRule) -> None:
@@ -49,11 +49,11 @@ class TaylorImportance:
         self._count = count
 
     def parameters(self, module: nn.Module) -> list[str]:
-        """The names of the parameters that the masked weights are, or are computed from."""
+        """Return the names of the masked weights that are parameters, or of the parameters behind them."""
         return [la.source for la in self.layers if isinstance(la.tensor(module), nn.Parameter)]
 
     def require_layers(self) -> None:
-        """Raise `TrainingError` where no channel can have an importance."""
+        """Raise `TrainingError` if no channel can have an importance."""
         if self.layers or self._mixes:
             return
         unread = ", ".join(repr(group.name) for group in self._free[:4])
@@ -69,7 +69,7 @@ class TaylorImportance:
 
     @property
     def masks(self) -> list[Tensor]:
-        """The masks of all that reads free channels."""
+        """The masks of all layers, products and statistics that read free channels."""
         state = self._state
         return [*map(state.layer_mask, self.layers), *map(state.mix_mask, self._mixes)]
 
@@ -101,7 +101,7 @@ class TaylorImportance:
     def _slots(self, weights: list[Tensor]) -> Tensor | None:
         """Sum of W * dL/dW for each input slot of each layer, [all slots] float32; None without any gradient.
 
-        Behind them those of x * dL/dx for what only products and statistics read.
+        The sums of x * dL/dx follow, for channels that only products and statistics read.
         """
         sums: dict[int, Tensor] = {}
         frozen: list[int] = []
@@ -112,7 +112,7 @@ class TaylorImportance:
             by_mask = layer.computed or not weight.requires_grad
             if mask.requires_grad is not by_mask:
                 mask.requires_grad_(by_mask)  # counts from the next step on
-                mask.grad = None  # what it gathered before is of another time
+                mask.grad = None  # drop an outdated gradient
                 switched = True
             if by_mask:
                 frozen.append(index)
@@ -137,7 +137,7 @@ class TaylorImportance:
 
 
 def _gathered_by(masks: list[Tensor], others: list[list[int]]) -> list[Tensor]:
-    """What masks have gathered since the last step, over ``others``' dimensions, flat: the mean over all ranks."""
+    """Return the masks' gradients since the last step, summed over ``others``, flat, averaged over ranks."""
     if not masks:
         return []
     parts = []
@@ -145,13 +145,13 @@ def _gathered_by(masks: list[Tensor], others: list[list[int]]) -> list[Tensor]:
         gradient = torch.zeros_like(mask) if mask.grad is None else mask.grad
         parts.append((gradient.sum(dims, dtype=_wide(gradient)) if dims else gradient).flatten().float())
         mask.grad = None
-    # These gradients are none that DistributedDataParallel averages.
+    # DistributedDataParallel does not average these gradients.
     together = ranks.mean_over_ranks(torch.cat(parts))
     return list(torch.split(together, [part.numel() for part in parts]))
 
 
 def _real(tensor: Tensor | None) -> Tensor:
-    """Of a complex tensor both parts, which learn as two numbers."""
+    """Return a complex tensor's two parts, which learn as two numbers; other tensors as they are."""
     assert tensor is not None
     return torch.view_as_real(tensor) if tensor.is_complex() else tensor
 
@@ -161,12 +161,12 @@ def _others(layer: Layer, tensor: Tensor) -> list[int]:
 
 
 def _wide(tensor: Tensor) -> torch.dtype:
-    """The type to add up in."""
+    """Return the type to add up in."""
     return torch.float64 if tensor.dtype == torch.float64 else torch.float32
 
 
 def _on_device(pairs: list[tuple[Tensor, Tensor]], layers: list[Layer]) -> list[Tensor]:
-    """All products in one go, which takes as much memory as the weights for a moment."""
+    """Compute all products at once; this briefly takes as much memory as the weights."""
     if not pairs:
         return []
     products = torch._foreach_mul([weight for weight, _ in pairs], [gradient for _, gradient in pairs])
@@ -193,7 +193,7 @@ def _by_rows(weight: Tensor, gradient: Tensor, layer: Layer) -> Tensor:
 
 
 def _rows(tensor: Tensor) -> Tensor | None:
-    """The tensor as [outputs, everything else] in the order of memory; None where that takes a copy."""
+    """Return the tensor as [outputs, everything else] in memory order; None if that takes a copy."""
     if tensor.is_contiguous():
         return tensor.flatten(1)
     if tensor.dim() == 4 and tensor.is_contiguous(memory_format=torch.channels_last):

@@ -1,8 +1,8 @@
 """Warns of a training loop that misuses the pruner.
 
-The evidence costs next to nothing: the parameters' version counters (most optimisers' steps raise them), and hooks on
-the masked weights that run in each backward pass. The device is asked only before the warning that no parameter
-changes.
+The evidence costs next to nothing: the parameters' version counters (most optimisers raise them in each
+step), and hooks on the masked weights that run in each backward pass. Only the warning that no parameter
+changes reads from the device.
 """
 
 from __future__ import annotations
@@ -20,13 +20,12 @@ from smcp_fx.errors import TrainingError
 
 #: Optimiser steps without a call of `Pruner.step` before it counts as forgotten. Chosen, not measured.
 _FORGOTTEN = 3
-#: The same if it was called before, or if optimiser steps are only inferred from new gradients: more than an
-#: optimiser with a closure takes (25 in `torch.optim.LBFGS`).
+#: The same if `Pruner.step` was called before, or if optimiser steps are only inferred from new gradients:
+#: more than an optimiser with a closure takes (25 in `torch.optim.LBFGS`).
 _FORGOTTEN_PERHAPS = 50
 #: Packages whose code is not the user's.
 _OURS = ("smcp_fx", "torch")
-#: Calls of `Pruner.step` without a changed parameter, out of a number of calls, before the warning. Chosen, not
-#: measured.
+#: Calls of `Pruner.step` without a changed parameter before the warning. Chosen, not measured.
 _UNCHANGED = 5
 
 
@@ -68,7 +67,7 @@ class LoopWatch:
     def _attach(self, weights: Sequence[nn.Parameter]) -> None:
         """Hook these weights and watch the last one; repeat if some were replaced, frozen or thawed."""
         self.close()
-        self._ran = self._fired = False  # whether any weight, or the watched one, was reached, ever
+        self._ran = self._fired = False  # whether a gradient ever reached any weight, or the watched one
         self._fresh = self._reached = False  # the same since the last `step`
         self._missed = 0
         self._counted = True  # whether `step` was called since the last optimiser step
@@ -111,7 +110,7 @@ class LoopWatch:
         """Note that a backward pass reached the watched weight."""
         self.backwards += 1
         changed = weight._version != self._version
-        # The optimiser stepped in between.
+        # The optimiser has stepped since the last backward pass.
         if self._fired and (changed or weight.grad is not self._accumulated()):
             self._missed = 0 if self._counted else self._missed + 1
             self._counted = False
@@ -130,7 +129,7 @@ class LoopWatch:
     def before_step(self, training: bool, scaled: bool) -> None:
         """Check the state at a call of `Pruner.step`; ``scaled``: a gradient scaler may have skipped steps.
 
-        Raises `TrainingError` when no backward pass came since the last call.
+        Raises `TrainingError` if no backward pass has run since the last call.
         """
         model = self._model()
         if model is None:
@@ -179,7 +178,7 @@ class LoopWatch:
         seldom = self._unchanged < _UNCHANGED or 2 * self._unchanged < self._calls
         if seldom or not learning or not self._versions_tell:
             return
-        # Fused optimisers and those that write to `parameter.data` raise no counters: compare values.
+        # Fused optimisers, and optimisers that write to `parameter.data`, raise no counters: compare values.
         sample = _sample(learning)
         if unchanged and self._sampled is not None:
             self._versions_tell = False
@@ -195,7 +194,7 @@ class LoopWatch:
 
 
 def _parameter(model: nn.Module, path: Sequence[str]) -> nn.Parameter:
-    """Return what `get_parameter` finds, ten times faster: this runs for every weight in every step."""
+    """Do as `get_parameter`, ten times faster: this runs for every weight in every step."""
     *owners, name = path
     module: Any = model
     for owner in owners:

@@ -1,4 +1,4 @@
-"""Shows what happens while pruning: lines of JSON, TensorBoard, a progress bar, or an observer of your own.
+"""Reports on pruning while it runs: lines of JSON, TensorBoard, a progress bar, or an observer of your own.
 
 prepared.pruner.observers.append(smcp_fx.observers.JsonLines("pruning.jsonl"))
 """
@@ -21,9 +21,9 @@ if TYPE_CHECKING:
 
 
 class Observer:
-    """Hears of every optimiser step and every solve; subclasses override the methods they need.
+    """Is notified of every optimiser step and every solve; subclasses override the methods they need.
 
-    On several ranks, each one has its own observers; those below write only on rank 0.
+    On several ranks, each one has its own observers; the classes below write only on rank 0.
     """
 
     def stepped(self, step: int, total: int | None) -> None:
@@ -110,7 +110,7 @@ class ProgressBar(Observer):
 
 
 def _finite(value: Any) -> Any:
-    """Turn infinities into null, which JSON has."""
+    """Turn infinities and NaN into null: JSON has neither."""
     if isinstance(value, dict):
         return {key: _finite(item) for key, item in value.items()}
     return None if isinstance(value, float) and not math.isfinite(value) else value

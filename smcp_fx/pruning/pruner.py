@@ -45,17 +45,17 @@ __all__ = ["Pruner", "Solve"]
 def _run_eagerly() -> None:
     """Keep `torch.compile` out of the pruner's methods.
 
-    Not at import: this loads torch's compiler, as the first optimiser does, and takes as long as all the rest.
+    Not at import: it loads torch's compiler, as the first optimiser does, and takes as long as all the rest.
     """
     for method in (Pruner.step, Pruner.solve):
         setattr(Pruner, method.__name__, torch.compiler.disable(method))  # type: ignore[no-untyped-call]
 
 
 class Pruner:
-    """Belongs to a prepared model; call `step` once an optimiser step.
+    """The pruner of a prepared model; call `step` once per optimiser step.
 
     ``cost`` is the network's cost, ``target`` the final one in its unit; ``history`` lists the solves;
-    ``observers`` hear of every step and solve. ``asked``: the target was given by the user.
+    ``observers`` hear of every step and solve. ``asked``: the user gave the target.
     """
 
     def __init__(
@@ -106,7 +106,7 @@ class Pruner:
 
     @property
     def correction(self) -> float:
-        """What targets are divided by, 1 until measured: measured over predicted cost."""
+        """Measured over predicted cost, 1 until measured; targets are divided by it."""
         return float(self._state.correction)
 
     @correction.setter
@@ -120,13 +120,13 @@ class Pruner:
     def step(self, scaler: Any = None) -> Solve | None:
         """Gather importance, and solve for the masks when the schedule says so.
 
-        Call once an optimiser step, after its last ``backward()`` and before clipping and
+        Call once per optimiser step, after its last ``backward()`` and before clipping and
         ``optimizer.step()``. ``scaler``: the `GradScaler` in use, whether it has unscaled the gradients or
         not. Steps with gradients that are not finite are neither gathered nor counted. Returns the solve, if
         there was one. Values are read from the device only when a solve is due.
 
-        Raises `TrainingError` when there are no gradients, or none since the last call, under FSDP, and what `solve`
-        raises; `InputError` for a ``scaler`` of another type.
+        Raises `TrainingError` if there are no gradients, or none since the last call, and under FSDP;
+        `InputError` for a ``scaler`` of another type; and the errors of `solve`.
         """
         if scaler is not None and not callable(getattr(scaler, "is_enabled", None)):
             raise InputError(f"scaler must be the GradScaler in use or None, not {scaler!r}")
@@ -138,7 +138,7 @@ class Pruner:
         scale = loss_scale(scaler)
         units = self._importance(self._model, 1.0 if scale is None else scale)
         finite = torch.isfinite(units).all()
-        if scale is not None:  # the scaler leaves the step out when any gradient is not finite
+        if scale is not None:  # the scaler skips the step if any gradient is not finite
             finite = finite & all_finite(self._model.parameters())
         state.gather(units, finite, self.config.momentum)
         state.trained.copy_(state.keep)
@@ -150,7 +150,7 @@ class Pruner:
             return None
         step = self._calls = int(ranks.broadcast(state.steps))
         gathers = int(ranks.broadcast(state.gathers))
-        # With skipped steps, the due one is still to come, or was already solved at.
+        # After skipped steps, the due step is still to come, or has already been solved.
         if not (gathers and self.schedule.due(step)):
             self._solve_watch.going_on(step + 1, gathers, int(state.skipped))
             return None
@@ -158,7 +158,7 @@ class Pruner:
         return self._solve(target, step, scale)
 
     def _counted(self) -> int:
-        """Count this call; its number exceeds the step's if steps were skipped since the last solve."""
+        """Count this call; the count exceeds the step's number if steps were skipped since the last solve."""
         if self._loads != self._state.loads:  # new, or a checkpoint was loaded
             self._loads = self._state.loads
             self._calls = int(self._state.steps) + int(self._state.skipped)  # on all ranks the same
@@ -173,8 +173,8 @@ class Pruner:
         """Solve for masks now, from the importances gathered so far.
 
         ``target``: a fraction of the unpruned cost, an absolute cost with its unit, or None for the model's
-        own target. Without a schedule the best choice is taken, and not the one near it that changes the masks least.
-        Raises `InfeasibleBudgetError` when no permitted choice reaches it, `TrainingError` when no
+        own target. Without a schedule, the best choice is taken, not a near one that changes the masks least.
+        Raises `InfeasibleBudgetError` if no permitted choice reaches the target, `TrainingError` if no
         importance is known or another rank has died. On several ranks, all must call it.
         """
         wanted = self.target if target is None else absolute_target(target, self.full_cost, self.cost.unit)
@@ -201,12 +201,12 @@ class Pruner:
             self._solve_watch.idle_target(target, self.full_cost, self.cost.unit)
 
     def check_finished(self) -> None:
-        """Warn when a model is still unpruned against its target, or its schedule has not reached the target."""
+        """Warn if a model with a target is unpruned, or if its schedule has not reached the target."""
         # The correction may have been measured after the last solve.
         steps, target = int(self._state.steps), self.target / min(self.correction, 1.0)
         whole = bool(self._state.keep.all())
         asked = whole and self._asked
-        if not (asked or steps or self._watch.backwards):  # as it was prepared, or with masks set by hand
+        if not (asked or steps or self._watch.backwards):  # freshly prepared, or masks set by hand
             return
         if self.schedule is None:
             if not int(self._state.solves) and whole and target < self.full_cost:
@@ -218,7 +218,7 @@ class Pruner:
             self._solve_watch.unfinished(steps, self.schedule, cost, target, self.cost.unit)
 
     def go_on_from(self, other: Pruner) -> None:
-        """Copy from ``other`` what its model's copy does not hold: the history and the count of calls."""
+        """Copy from ``other`` what a copy of its model lacks: history, count of calls, target and prices."""
         self.history = list(other.history)
         self._calls, self._loads = other._calls, other._loads
         self.full_cost, self.target = other.full_cost, other.target
@@ -226,7 +226,7 @@ class Pruner:
         self._note_prices()
 
     def loaded(self) -> None:
-        """Go back to the prices that the loaded state was made with."""
+        """Restore the prices that the loaded state was made with."""
         source, full = self.cost.source, float(self._state.full_cost)
         if source is not None and source.price_as_of(float(self._state.as_of)):
             if self.target == absolute_target(self._wanted, self.full_cost, self.cost.unit):
@@ -235,7 +235,7 @@ class Pruner:
         self._note_prices()
 
     def _learn(self, counts: Mapping[str, int], doubt: float) -> bool:
-        """`NetworkCost.learn`, noted in the state."""
+        """Call `NetworkCost.learn`, and note the prices in the state."""
         learned = self.cost.learn(counts, doubt)
         self._note_prices()
         return learned
@@ -298,7 +298,7 @@ class Pruner:
 
     @property
     def present_cost(self) -> float:
-        """What the network costs with the present masks, in the unit of ``cost``."""
+        """The network's cost with the present masks, in the unit of ``cost``."""
         counts = self.counts
         return self.cost.at(counts).cost(counts)
 
@@ -308,7 +308,7 @@ class Pruner:
         importance = ranks.broadcast(self._scores())
         before = state.keep.clone()
         result = agree(state.keep, importance, lambda: self._choose(importance, target, step))
-        if self.cost.source is not None:  # rank 0 alone has learnt
+        if self.cost.source is not None:  # only rank 0 has learnt prices
             self.cost.source.price_as_of(float(ranks.broadcast(state.as_of)))
         state.refresh()
         if self.config.mask == "permanent":
@@ -385,5 +385,5 @@ class Pruner:
     @torch.no_grad()
     def _zero_pruned(self) -> None:
         for layer in self._importance.layers:
-            if not layer.computed:  # its mask is as hard
+            if not layer.computed:  # the mask alone prunes a computed weight
                 layer.tensor(self._model).mul_(self._state.layer_mask(layer))

@@ -1,4 +1,4 @@
-"""Messages between the ranks of a distributed job: one solves, all hold the same masks.
+"""Messages between the ranks of a distributed job: one rank solves, and all hold the same masks.
 
 Messages are tensors (some hold JSON as bytes), so nothing is unpickled and every backend can carry them.
 """
@@ -22,7 +22,7 @@ from smcp_fx.storage.tensor_file import raw
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-#: Seconds for the others to answer when one rank is lost: they notice at their next exchange. Chosen, not measured.
+#: Seconds for others to answer when a rank is lost: they notice at the next exchange. Chosen, not measured.
 _ROLL_CALL = 5.0
 
 
@@ -45,7 +45,7 @@ def broadcast(tensor: Tensor) -> Tensor:
 
 
 def broadcast_json(message: Any, device: torch.device) -> Any:
-    """Return rank 0's message (JSON values) on all ranks; ``device``: one that the job's backend reaches."""
+    """Return rank 0's message (JSON values) on all ranks; the job's backend must reach ``device``."""
     if not distributed():
         return message
     content = json.dumps(message).encode() if rank() == 0 else b""
@@ -115,9 +115,9 @@ def _explained() -> Iterator[None]:
 
 
 def _lost() -> str:
-    """Say which ranks are lost: those that do not answer a roll call, held through the store.
+    """Say which ranks are lost: the ranks that do not answer a roll call through the store.
 
-    Without the store, the rank that kept it is gone; it may have ended for the same reason as this one.
+    Without the store, rank 0, which kept it, is gone; it may have ended for the same reason as this one.
     """
     own, world = dist.get_rank(), dist.get_world_size()
     silent = [other for other in range(world) if other != own]

@@ -1,4 +1,4 @@
-"""Choices at a cost that is exact only near given counts, and may be measured there: price, and choose again."""
+"""Choices at a cost that is exact only near given counts, and may be measured there: price, choose again."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from smcp_fx.pruning.selection import Choice
 #: A cost is priced again around each choice, at most this often, until the choice lies within the target (but for
 #: rounding), and less than this share below it. Chosen, not measured.
 _PRICINGS, MISS, OVER = 8, 0.011, 1e-9
-#: How far the price of a choice may be in doubt, as a share: while the target still falls, and of the last choices.
-#: Once measuring a choice has moved its price by less than the third, another round is not worth it.
+#: Doubt allowed in the price of a choice, as a share: while the target still falls, and at the end. If
+#: measuring a choice moves its price by less than the third share, another round is not worth it.
 _PASSING, LASTING, _MOVED = 0.02, 0.002, 0.005
 
 
@@ -25,7 +25,7 @@ def choose_at_price(
     learn: Callable[[Mapping[str, int], float], bool],
     moving: bool,
 ) -> Choice:
-    """Return a choice at its true price, the nearest to the target of some rounds.
+    """Return a choice at its true price: of several rounds, the one nearest to the target.
 
     ``whole``: the cost, first priced at the present ``counts``; ``select``: chooses by a price; ``learn``: as
     `NetworkCost.learn`; ``moving``: the target still falls. Raises `InfeasibleBudgetError`.
@@ -56,6 +56,6 @@ def choose_at_price(
 
 
 def _at_price(choice: Choice, cost: NetworkCost) -> Choice:
-    """The choice, at what it costs by ``cost``."""
+    """Return the choice with its price by ``cost``."""
     price = cost.cost(choice.allocation.counts)
     return dataclasses.replace(choice, allocation=dataclasses.replace(choice.allocation, cost=price))

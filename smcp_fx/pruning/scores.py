@@ -1,4 +1,4 @@
-"""What a solve knows of each unit: importances of this interval, blended with those of the intervals before."""
+"""The scores of units that a solve uses: importances of this interval, blended with earlier intervals'."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from smcp_fx.pruning.state import PruningState
 def scores(state: PruningState, config: PruningConfig, arrived: bool) -> Tensor:
     """Return the importances of all free units, [units], as a solve would see them now.
 
-    Those gathered since the last solve become shares of their sum, so that every solve counts alike whatever its
-    loss's scale. They are then averaged with those remembered. ``arrived``: the target has stopped falling.
+    Importances gathered since the last solve become shares of their sum, so that every solve counts equally.
+    They are then averaged with the remembered ones. ``arrived``: the target has stopped falling.
 
-    Units of a narrowed group look more important for being few, whether they are kept or not: what was gathered at a
-    share r of the group counts r ** width_exponent.
+    Units of a narrowed group look more important for being few, whether they are kept or not. So importances
+    gathered at a share r of the group are multiplied by r ** width_exponent.
     """
     if int(state.gathers) == 0:
         return state.remembered.clone()
@@ -24,7 +24,7 @@ def scores(state: PruningState, config: PruningConfig, arrived: bool) -> Tensor:
     gathered = state.gathered * shares**config.width_exponent
     fresh = gathered / gathered.sum().clamp(min=torch.finfo(torch.float32).tiny)
     if config.memory:
-        # Gradients do not reach a branch that was removed: what was known of it is kept.
+        # Gradients do not reach a removed branch: keep its remembered importances.
         fresh = torch.where(shares > 0, fresh, state.remembered)
     solves = int(state.solves)
     memory = min(config.memory, solves / (solves + 1))  # a plain mean until the memory is full ...

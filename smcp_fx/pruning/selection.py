@@ -1,8 +1,8 @@
 """Which units to keep: the best within a target, or a choice near it that changes few masks.
 
-Importances are noisy, and very different choices can be worth the same. Masks that follow every new optimum keep the
-network from learning; masks that never move ignore importance. So of all choices worth nearly as much as the best,
-the one that moves the fewest units is taken.
+Importances are noisy, and very different choices can be worth the same. Masks that follow every new optimum
+keep the network from learning; masks that never move ignore importance. So the selector takes the choice that
+moves the fewest units among all choices worth nearly as much as the best.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ from smcp_fx.pruning.settling import Settling, settled_mask
 from smcp_fx.pruning.state import PruningState
 from smcp_fx.pruning.worth import Worth
 
-#: Bonuses for units already kept, in mean importances: each gives an allocation to start the search from. As all
-#: constants here, chosen: together they settle the masks (docs: experiments.md); each alone was not measured.
+#: Bonuses for kept units, in mean importances: each gives an allocation to start from. Chosen, like all
+#: constants here: together they settle the masks (docs: experiments.md); each alone was not measured.
 _BONUSES = (0.25, 2.0)
-#: How many permitted counts away from the present one a group may go, for further starts.
+#: Further starts: how many permitted counts a group may move from the present one.
 _WINDOWS = (1, 2, 4)
 #: A choice that leaves more than this share of the target unspent cannot replace the best one.
 _UNSPENT = 0.01
@@ -44,7 +44,7 @@ _FEW = 0.01
 
 @dataclass(frozen=True)
 class Choice:
-    """Units to keep ([units] bool), how they were allocated, and what they are worth."""
+    """Units to keep ([units] bool), their allocation, and their worth."""
 
     keep: Tensor
     allocation: Allocation
@@ -54,8 +54,8 @@ class Choice:
 class Selector:
     """Chooses units for importances ``scores`` ([units] float32, of the free groups) within a target cost.
 
-    ``branches``: with layer pruning, the groups that may keep nothing. A group that is useless without
-    an empty one keeps nothing either: its importances belong to a branch that is gone.
+    ``branches``: with layer pruning, the groups that may keep nothing. If a group is useless without an empty
+    one, it keeps nothing either: its importances belong to a removed branch.
     """
 
     def __init__(self, state: PruningState, config: PruningConfig, branches: Branches | None = None) -> None:
@@ -64,7 +64,7 @@ class Selector:
         self.branches = branches
 
     def best(self, scores: Tensor, cost: NetworkCost, target: float) -> Choice:
-        """Return the choice of greatest worth; `InfeasibleBudgetError` if nothing permitted is cheap enough."""
+        """Return the choice of greatest worth; `InfeasibleBudgetError` if no permitted one is in budget."""
         return self._choose(scores, scores, self._worth(scores), self._coupled(cost), target)
 
     def settled(
@@ -76,12 +76,12 @@ class Selector:
         worth: Worth | None = None,
         scheduled: bool = True,
     ) -> Choice:
-        """Return the choice within ``tolerance`` of the best that changes the fewest masks: none, if they still fit.
+        """Return a choice within ``tolerance`` of the best that changes fewest masks: none, if they fit.
 
-        The tolerance is a share of the importance that the best choice keeps. ``worth``: used if ``scores`` are not
-        those of whole groups. Without a schedule, changes disturb no training, and the best is chosen. While the
-        target is ``moving``, masks must change anyway and stay closer to the best, which leaves tolerance for
-        standing still once it has arrived.
+        The tolerance is a share of the importance that the best choice keeps. ``worth``: used if ``scores``
+        are not those of whole groups. Without a schedule, changes disturb no training, and the best choice is
+        returned. While the target is ``moving``, masks must change anyway. They then stay closer to the best,
+        which leaves tolerance for standing still once the target has arrived.
         """
         cost = self._coupled(cost)
         worth = worth or self._worth(scores)
@@ -108,8 +108,8 @@ class Selector:
             near = dataclasses.replace(cost, permitted=self._near(cost.permitted, window))
             with contextlib.suppress(InfeasibleBudgetError):
                 starts.append(self._choose(scores, scores, worth, near, target).allocation.counts)
-        # Masks that must move go closer to the best than necessary (or every solve would move them), unless that
-        # takes many changes.
+        # If masks must move, move them closer to the best than necessary, unless that takes many changes:
+        # otherwise every solve would move them.
         move = None
         for share in _SHARES[:_SHARES_MOVING] if moving else _SHARES:
             move = search.fewest(starts, best.worth - share * slack)
@@ -128,7 +128,7 @@ class Selector:
         return _bounded(Choice(keep, moved, value), best)
 
     def _fits(self, choice: Choice, best: Choice, slack: float, target: float) -> bool:
-        """Whether it is worth enough and uses up the budget."""
+        """Whether the choice is worth enough and uses up the budget."""
         cost = choice.allocation.cost
         return (
             choice.worth >= best.worth - slack
@@ -145,7 +145,7 @@ class Selector:
         return Choice(self.state.keep.clone(), as_is, value)
 
     def counts(self) -> dict[str, int]:
-        """Units kept now, by free group."""
+        """Return the number of units kept now, by free group."""
         return {name: int(mask.sum()) for name, mask in self.state.free_masks().items()}
 
     def _worth(self, scores: Tensor) -> Worth:
@@ -175,9 +175,9 @@ class Selector:
         return Choice(keep, allocation, worth.of_units(scores, keep, state))
 
     def _coupled(self, cost: NetworkCost) -> NetworkCost:
-        """Return the cost with the counts that limits allow, and prices for units useless at the others' counts.
+        """Return the cost with the counts that limits allow, and prohibitive prices for useless units.
 
-        (The paper's linearisation would read these prohibitive prices as those of single groups: it gets none.)
+        (The paper's linearisation gets no prohibitive prices: it would ascribe them to single groups.)
         """
         cost = self.within_limits(cost)
         if self.branches is None or self.config.allocation == "paper":
@@ -192,7 +192,7 @@ class Selector:
         return dataclasses.replace(cost, terms=(*cost.terms, *terms))
 
     def within_limits(self, cost: NetworkCost) -> NetworkCost:
-        """Return the cost with those permitted counts only at which the user's limits on widths hold."""
+        """Return the cost with only the permitted counts that satisfy the user's limits on widths."""
         limited = self.state.limited
         if not limited:
             return cost

@@ -1,9 +1,9 @@
 """The fewest mask changes that reach a worth within a cost.
 
-For given counts, the fewest changes are easy to find. Kept units stay as far as the count allows; then the best unit
-left out replaces the worst one kept, the most valuable swaps first over all groups, until the worth is reached. The
-counts themselves are searched: from each start they move back towards the present ones, one group or a pair of groups
-at a time, as long as that saves changes.
+For given counts, the fewest changes are easy to find. Kept units stay as far as the count allows. Then the
+best unit left out replaces the worst kept one, the most valuable swaps over all groups first, until the worth
+is reached. The counts themselves are searched: from each start they move back towards the present ones, one
+group or a pair of groups at a time, as long as that saves changes.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _EVALUATIONS = 400
 
 @dataclass(frozen=True)
 class Move:
-    """Counts by group, swaps to make on top of them by group, and how many units change in all."""
+    """Counts by group, further swaps by group, and the number of units that change in all."""
 
     counts: dict[str, int]
     swaps: dict[str, int]
@@ -35,9 +35,9 @@ class Move:
 class Settling:
     """Searches for counts that reach ``floor`` with few changes, at a cost between ``least`` and ``most``.
 
-    ``scores`` and ``kept`` hold, for each group, its units' importances and whether they are kept now; ``worth`` says
-    what it is worth to keep so much importance of a group (elementwise, increasing, concave);
-    ``together`` lists groups that return to their present counts together (those of one branch).
+    ``scores`` and ``kept`` hold, for each group, its units' importances and whether they are kept now;
+    ``worth`` gives the worth of keeping an amount of a group's importance (elementwise, increasing, concave);
+    ``together`` lists groups that return to their present counts together (the groups of one branch).
     """
 
     def __init__(
@@ -76,7 +76,7 @@ class Settling:
         return best
 
     def swaps(self, name: str, count: int, wanted: int) -> int:
-        """Return as many swaps as wanted, but no more than gain at this count of the group."""
+        """Return the wanted number of swaps, but at most the number that gain at this count of the group."""
         return min(wanted, self._group(name, count)[1].size)
 
     def _descend(self, counts: dict[str, int], floor: float) -> Move | None:

@@ -12,12 +12,12 @@ from smcp_fx.texts import amount, table
 class Solve:
     """One solve: its target, cost, importance kept, and changes.
 
-    Costs are in the unit of the cost model; ``importance_kept`` is the share of all importance that is kept,
-    ``bound`` adds what any choice within the target could be worth beyond it (`smcp_fx.pruning.worth`);
-    ``changed`` counts units whose mask changed, by group, ``returned`` those that came back, ``reverted`` those that
-    the previous solve had changed, too; ``units`` is the number that may change. ``gradient_norm`` is the norm of all
-    gradients at this step, ``skipped`` the steps since the last solve whose gradients were not finite; ``scales`` the
-    mean scale of each batch norm; ``masks`` a hash of the masks, equal on all ranks.
+    Costs are in the unit of the cost model. ``importance_kept``: the share of all importance that is kept;
+    ``bound`` adds the most that any choice within the target could gain beyond it (`smcp_fx.pruning.worth`).
+    ``changed``: units whose mask changed, by group; ``returned``: units that came back; ``reverted``: changed
+    units that the previous solve had changed, too; ``units``: the number that may change. ``gradient_norm``:
+    the norm of all gradients at this step; ``skipped``: steps since the last solve whose gradients were not
+    finite; ``scales``: the mean scale of each batch norm; ``masks``: a hash of the masks, equal on all ranks.
     """
 
     step: int
@@ -46,7 +46,7 @@ class Solve:
         return self.reverted / self.units if self.units else 0.0
 
     def metrics(self) -> dict[str, float]:
-        """The numbers by name, for a logger: "cost", "changed/layer1.0.conv1", "scale/bn1" and so on."""
+        """Return the numbers by name, for a logger: "cost", "changed/layer1.0.conv1", "scale/bn1" etc."""
         values = {
             "target": self.target,
             "cost": self.cost,

@@ -1,4 +1,4 @@
-"""Warns of solves that show a training gone wrong."""
+"""Warns of solves that show that training goes wrong."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _SKIPPED = 0.5
 
 
 class SolveWatch:
-    """Watches one pruner's solves, and gives every kind of warning once."""
+    """Watches one pruner's solves, and gives each kind of warning once."""
 
     def __init__(self) -> None:
         self._told: set[str] = set()

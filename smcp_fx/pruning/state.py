@@ -1,4 +1,4 @@
-"""The state of a prepared model: which units are kept, and what is known about them.
+"""The state of a prepared model: the kept units, their importances, and the position in the schedule.
 
 Flat vectors over the units of all free groups, in the groups' order, make a solve and a gathering step a few tensor
 operations. The masks and scales that the graph reads are derived from them.
@@ -22,12 +22,12 @@ from smcp_fx.passes.insert_batch_norm_scalers import norm_sources, scale_name, s
 from smcp_fx.passes.insert_kept_statistics import kept_name, masked_mixes, scored_mixes
 from smcp_fx.passes.insert_soft_masks import mask_name, masked_layers
 
-#: What stays as it is when the model becomes half precision: sums over many steps, times.
+#: Buffers that keep their type when the model becomes half precision: sums over many steps, times.
 _EXACT = ("gathered", "remembered", "losses", "correction", "full_cost", "as_of")
 
 
 class Listener(Protocol):
-    """Hears of a state."""
+    """Is notified by a state."""
 
     def loaded(self) -> None:
         """A state dict was loaded."""
@@ -37,15 +37,15 @@ class Listener(Protocol):
 class PruningState(nn.Module):
     """Masks, scales, importances and the position in the schedule, as buffers.
 
-    ``keep`` [units] bool; ``trained`` [units] bool, what was kept in the last step of training: the network that
-    weights and statistics belong to; ``flipped`` [units] bool, whose mask the last solve changed; ``gathered`` and
-    ``remembered`` [units] float32, importances since the last solve and before it; ``losses`` float64, the `rises`,
-    -1 where they are not known; ``steps``, ``gathers`` (steps since the last solve) and ``solves`` int64 scalars;
-    ``correction`` float64, see `Pruner.correction`; ``full_cost`` and ``as_of`` float64, the unpruned cost and what
-    measured prices rest on (`CostSource`), 0 if not measured. Masks (``mask_*`` of weights, ``kept_*`` of what mixes
-    channels), scales (``scale_*``) and ``skipped`` (steps since the last solve whose gradients were not finite) are
-    not part of the state dict. Masks of weights have the type, device and memory format that the layers of
-    ``module`` have there.
+    ``keep`` [units] bool; ``trained`` [units] bool, the units kept in the last training step: the network
+    that weights and statistics belong to; ``flipped`` [units] bool, units whose mask the last solve changed;
+    ``gathered`` and ``remembered`` [units] float32, importances since the last solve and before it;
+    ``losses`` float64, the `rises`, -1 if not known; ``steps``, ``gathers`` (steps since the last solve) and
+    ``solves`` int64 scalars; ``correction`` float64, see `Pruner.correction`; ``full_cost`` and ``as_of``
+    float64, the unpruned cost and the state of measured prices (`CostSource`), 0 if not measured. The state
+    dict leaves out masks (``mask_*`` of weights, ``kept_*`` of statistics and products that mix channels),
+    scales (``scale_*``) and ``skipped`` (steps since the last solve whose gradients were not finite). Masks
+    of weights have the type, device and memory format of the layers in ``module``.
     """
 
     keep: Tensor
@@ -82,7 +82,7 @@ class PruningState(nn.Module):
         for name in ("full_cost", "as_of"):
             self.register_buffer(name, torch.zeros((), dtype=torch.float64))
         self.register_buffer("skipped", torch.zeros((), dtype=torch.int64), persistent=False)
-        # place[unit]: where a unit stands in the flat vectors, -1 for pinned ones
+        # place[unit]: a unit's index in the flat vectors, -1 for pinned ones
         self._place = torch.full((channels.free_units.numel(),), -1, dtype=torch.int64)
         self._slices: dict[str, slice] = {}
         start = 0
@@ -147,7 +147,7 @@ class PruningState(nn.Module):
 
     @property
     def rises(self) -> dict[str, NDArray[np.float64]] | None:
-        """By free group, the rise of the loss by number of units kept, [size + 1]; None where it is not known."""
+        """By free group, the rise of the loss by number of units kept, [size + 1]; None if not known."""
         if not self._free or float(self.losses[0]) < 0:
             return None
         ends = np.cumsum([group.size + 1 for group in self._free])
@@ -218,13 +218,13 @@ class PruningState(nn.Module):
         return mask
 
     def mix_mask(self, mix: Mix) -> Tensor:
-        """Return the mask that multiplies what a statistic or product reads."""
+        """Return the mask that multiplies the input of a statistic or product."""
         mask = getattr(self, kept_name(mix))
         assert isinstance(mask, Tensor)
         return mask
 
     def unread_places(self, mix: Mix) -> Tensor:
-        """Return the `places` of what a statistic or product reads; -1 also for units that layers read."""
+        """Return the `places` of a statistic's or product's input; -1 also for units that layers read."""
         units = self._channels.units.of(mix.labels.flatten())
         read = (units < 0) | self._channels.read[units.clamp(min=0)]
         return torch.where(read, -1, self.places(mix.labels.flatten()))
@@ -265,7 +265,7 @@ class PruningState(nn.Module):
         return keep
 
     def train(self, mode: bool = True) -> PruningState:
-        """As usual, and update the masks if ``keep`` was written to from outside (by averages of models, say)."""
+        """Set the mode, and update the masks if other code wrote to ``keep`` (averages of models, say)."""
         if _version(self.keep) != self._derived:
             self.refresh()
         return super().train(mode)
@@ -273,14 +273,14 @@ class PruningState(nn.Module):
     def units_kept(self, keep: Tensor | None = None) -> Tensor:
         """Return a bool for every unit of the channel graph, on the CPU, as `SliceChannels` takes it.
 
-        ``keep`` [units]: instead of the present one.
+        ``keep`` [units]: replaces the present one.
         """
         padded = torch.cat([(self.keep if keep is None else keep).cpu(), torch.ones(1, dtype=torch.bool)])
         return padded[self._place]
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *others: Any) -> None:
         missing = [name for name in self.state_dict() if prefix + name not in state_dict]
-        if missing and f"{prefix}keep" in state_dict:  # an older version's: the rest is as in a fresh state
+        if missing and f"{prefix}keep" in state_dict:  # from an older version: the rest is fresh
             fresh = PruningState(self._channels).state_dict()
             state_dict.update({prefix + name: fresh[name] for name in missing})
         super()._load_from_state_dict(state_dict, prefix, *others)

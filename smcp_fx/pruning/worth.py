@@ -1,4 +1,4 @@
-"""The worth of keeping part of a group's importance: the more is kept, the less a further channel adds.
+"""The worth of keeping part of a group's importance: the more channels stay, the less a further one adds.
 
 Gradients grow as a group narrows: importances gathered at a share r are about r ** -e times those of the whole group
 (docs/explanations/method.md). So the fewer channels are left, the more each matters. In a group of total importance
@@ -6,8 +6,8 @@ I, a share s is worth the integral
 
     worth = I * s ** (1 - e) / (1 - e).
 
-The paper adds importances up (e = 0): a layer's last channel counts no more than its gradient says while all the
-others are there.
+The paper adds up importances (e = 0): a layer's last channel then counts no more than its gradient shows
+while all the other channels are there.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Worth:
 
 
 class KnownWorth(Worth):
-    """The worth by known rises of the loss.
+    """The worth according to known rises of the loss.
 
     ``rises``: by group, the rise of the loss by number of best units kept, [size + 1], falling; interpolated in
     between.
@@ -59,7 +59,7 @@ class KnownWorth(Worth):
         self._sums = {}
         for name in self._totals:
             best = state.of_group(scores, name).double().cpu().sort(descending=True).values.numpy()
-            # Unknown units count a little, so that sums distinguish counts.
+            # Units without importance count a little, so that sums distinguish counts.
             self._sums[name] = np.concatenate(
                 [[0.0], np.cumsum(np.maximum(best, 1e-12 * max(best[0], 1e-30)))]
             )

@@ -1,1 +1,1 @@
-"""The paper's experiments as recipes: networks, data, training and evaluation, from a file of settings each."""
+"""The paper's experiments as recipes: one file of settings gives network, data, training and evaluation."""

@@ -1,4 +1,4 @@
-"""Classification: ImageNet's task with its data, loss and accuracies."""
+"""Classification: ImageNet's task, with its data, loss and accuracies."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from smcp_fx.zoo.pretrained import Preprocessing
 
 
 class Classification:
-    """ImageNet's task on any folder of train/ and val/ with a folder a class."""
+    """ImageNet's task on any folder with train/ and val/, which hold one folder per class."""
 
     def __init__(self, recipe: Recipe, data: Path) -> None:
         self.train, self.test, self.classes = image_folder(data, Preprocessing(recipe.size))
@@ -34,7 +34,7 @@ class Classification:
         return F.cross_entropy(outputs.float(), targets, label_smoothing=self._smoothing)
 
     def meter(self, device: torch.device) -> Meter:
-        """Top-1 accuracy, and Top-5 where there are more than five classes."""
+        """Return a meter of top-1 accuracy, and of top-5 if there are more than five classes."""
         return _Accuracy(self.classes, device)
 
 

@@ -34,8 +34,8 @@ _DETECTORS = {"smcp:ssd512_resnet50": SSD512, "smcp:ssd300_resnet50": SSD300}
 class VOCImages(Dataset[tuple[Tensor, dict[str, Tensor]]]):
     """One split of one year: images [3, size, size], and targets.
 
-    A target has ``boxes`` [n, 4] (corners, shares of the image), ``labels`` [n] from 1, and without augmentation,
-    which drops boxes, ``difficult`` [n] bool.
+    A target has ``boxes`` [n, 4] (corners, shares of the image), ``labels`` [n] from 1, and ``difficult`` [n]
+    bool, except with augmentation, which drops boxes.
     """
 
     def __init__(self, root: Path, year: str, split: str, size: int, augment: bool) -> None:
@@ -78,7 +78,7 @@ class VOCImages(Dataset[tuple[Tensor, dict[str, Tensor]]]):
 
 
 def _objects(objects: Sequence[dict[str, Any]]) -> tuple[list[list[float]], list[int], list[bool]]:
-    """Return corners in pixels from 0 (the files count from 1, end included), labels, and difficult flags."""
+    """Return corners in pixels from 0 (files count from 1, end included), labels, and difficult flags."""
     corners, labels, difficult = [], [], []
     for entry in objects:
         left, top, right, bottom = (float(entry["bndbox"][k]) for k in ("xmin", "ymin", "xmax", "ymax"))
@@ -118,7 +118,7 @@ def _augmentation(size: int) -> v2.Transform:
 
 
 class Detection:
-    """Trains on trainval of 2007 and 2012, tests on test of 2007."""
+    """Trains on the trainval splits of 2007 and 2012; tests on the test split of 2007."""
 
     classes = len(CLASSES) + 1
 
@@ -148,10 +148,10 @@ class Detection:
 
 
 class MeanAveragePrecision:
-    """VOC2007's: matches from an overlap of 0.5, precision averaged at the recalls 0, 0.1, ... 1.
+    """VOC2007's measure: matches from an overlap of 0.5, precision averaged at the recalls 0, 0.1, ... 1.
 
-    Computed by torchmetrics, which counts like COCO, with other thresholds. Objects marked difficult count neither
-    way: they go in as COCO's crowds, whose overlap is a share of the detection alone.
+    torchmetrics computes it, counting like COCO with other thresholds. Objects marked difficult count neither
+    way: they are passed as COCO's crowds, whose overlap is a share of the detection alone.
     """
 
     def __init__(self, priors: Tensor) -> None:
@@ -179,5 +179,5 @@ class MeanAveragePrecision:
         self._metric.update(found, truth)
 
     def compute(self) -> dict[str, float]:
-        """Return it as a percentage."""
+        """Return the mean average precision as a percentage."""
         return {"mAP": 100 * max(float(self._metric.compute()["map"]), 0.0)}

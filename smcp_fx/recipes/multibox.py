@@ -10,7 +10,7 @@ from torch import Tensor
 
 from smcp_fx.zoo.boxes import match
 
-#: Background priors that count per prior with an object: those the network gets most wrong (Liu et al., section 2.2).
+#: Background priors that count per prior with an object: the worst classified (Liu et al., section 2.2).
 NEGATIVES = 3
 
 

@@ -1,4 +1,4 @@
-"""The plan of a run: what happens at every epoch, to which channels, and the expected result."""
+"""The plan of a run: masks, rates and targets by epoch, the channel groups, and the expected result."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from smcp_fx.recipes.timeline import Timeline
 from smcp_fx.report.formats import count, percent
 from smcp_fx.texts import amount
 
-#: Most epochs listed one by one; of longer runs, a regular selection and those where a phase begins.
+#: Most epochs listed one by one; for longer runs, a regular selection and the epochs where a phase begins.
 _LINES = 100
-#: How many targets along the ramp get a forecast. Chosen, not measured.
+#: Number of targets along the ramp with a forecast. Chosen, not measured.
 _EXPECTED = 6
 
 
@@ -40,7 +40,7 @@ class Expected:
 def expected(prepared: PreparedModel, targets: list[float]) -> list[Expected]:
     """Allocate for each target (in the pruner's unit) as if importances fell evenly to 0 within every group.
 
-    A target that cannot be reached is left out.
+    Targets out of reach are left out.
     """
     cost, flops = prepared.pruner.cost, prepared.plan.flops
     values = {}
@@ -60,7 +60,7 @@ def expected(prepared: PreparedModel, targets: list[float]) -> list[Expected]:
 
 
 def phase(timeline: Timeline, step: int) -> str:
-    """Return what happens to the masks at an optimiser step."""
+    """Return the pruning phase of an optimiser step."""
     schedule = timeline.schedule
     if step < schedule.first_step:
         return "warm-up"
@@ -70,7 +70,7 @@ def phase(timeline: Timeline, step: int) -> str:
 
 
 def listed_epochs(timeline: Timeline) -> Iterator[int]:
-    """Return the epochs (from 0) that a plan lists: all, or a regular selection and those where a phase begins."""
+    """Return the epochs (from 0) that a plan lists: all, or a regular selection and the starts of phases."""
     schedule = timeline.schedule
     epochs = math.ceil(schedule.epochs)
     stride = -(-epochs // _LINES)
@@ -88,7 +88,7 @@ def _say(console: Console, content: RenderableType) -> None:
 
 
 def print_dense_plan(timeline: Timeline, console: Console) -> None:
-    """Print how the unpruned network would be trained."""
+    """Print the training plan of the unpruned network."""
     _print_run(timeline, console)
     _say(console, "The unpruned network is trained: no masks, no targets.")
     lines = _table("epoch", "learning rate")
@@ -101,10 +101,10 @@ def print_dense_plan(timeline: Timeline, console: Console) -> None:
 def print_plan(
     prepared: PreparedModel, timeline: Timeline, cost: str | LatencyCost, console: Console
 ) -> None:
-    """Print the whole plan of a pruning run; `InfeasibleBudgetError` where its target is out of reach."""
+    """Print the whole plan of a pruning run; `InfeasibleBudgetError` if its target is out of reach."""
     pruner, schedule = prepared.pruner, timeline.schedule
     priced = latency_of(pruner.cost)
-    if priced is not None:  # a table that is carried elsewhere cannot be asked there
+    if priced is not None:  # elsewhere, nothing can measure missing rows
         measure_for_targets(priced, (pruner.target / pruner.full_cost,))
     unit, full, final = pruner.cost.unit, pruner.full_cost, pruner.target
     _print_run(timeline, console)
@@ -176,7 +176,7 @@ def _print_forecast(prepared: PreparedModel, timeline: Timeline, console: Consol
     latency = unit == "ms"
     rows = expected(prepared, ways)
     if not rows or rows[-1].target != ways[-1]:
-        pruner.check_target()  # says what is out of reach
+        pruner.check_target()  # raises, with the reason
     forecast = _table("target", "channels kept", "FLOPs", *(["latency"] if latency else []))
     for line in rows:
         forecast.add_row(
@@ -230,7 +230,7 @@ def _optimiser(timeline: Timeline) -> str:
 
 
 def recipe_line(recipe: Recipe) -> str:
-    """One line about a recipe, for a list."""
+    """Return one line about a recipe, for a list."""
     if recipe.pruning.target == 1:
         return f"{recipe.name}: {recipe.network}, trained without pruning"
     target = f"{recipe.pruning.target:.0%} of the latency at batch {recipe.latency.batch}"

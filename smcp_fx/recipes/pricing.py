@@ -1,4 +1,4 @@
-"""The cost that a recipe's target is a fraction of: the latency by a table, or FLOPs."""
+"""The cost that a recipe's target limits: the latency by a table, FLOPs or parameters."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from smcp_fx.recipes.settings import RunSettings
 
 
 def recipe_cost(recipe: Recipe, settings: RunSettings, ranks: int) -> str | LatencyCost:
-    """Return what `smcp_fx.prepare` takes as a cost: "flops", "params", or the latency of ``settings.table``.
+    """Return a cost for `smcp_fx.prepare`: "flops", "params", or the latency of ``settings.table``.
 
-    Missing rows of this device and runtime are measured, by one process alone. Rows of another device are taken as
-    they are: a network is often trained on one device and deployed on another.
+    Missing rows of this device and runtime are measured, but only by a single process. Rows of another device
+    are used as they are: a network is often trained on one device and deployed on another.
 
-    Raises `InputError` for a latency without a table, `TableError` for one that lacks rows.
+    Raises `InputError` for a latency without a table, `TableError` for a table that lacks rows.
     """
     if settings.cost != "latency":
         if settings.table is not None:
@@ -44,7 +44,7 @@ def recipe_cost(recipe: Recipe, settings: RunSettings, ranks: int) -> str | Late
 
 
 def runtime_here(settings: RunSettings) -> Backend | None:
-    """Return the runtime of ``settings.table`` where its rows are of this very device, else None."""
+    """Return the runtime of ``settings.table`` if its rows are of this very device, else None."""
     if settings.table is None or settings.cost != "latency":
         return None
     runtime = _runtime(settings)
@@ -60,7 +60,7 @@ def _runtime(settings: RunSettings) -> Backend:
 
 
 def _foreign(table: LatencyTable, runtime: Backend, key: str | None) -> Fingerprint | None:
-    """The fingerprint of the rows to take as they are; None for this device's and runtime's."""
+    """Return the fingerprint of the rows to use as they are; None for rows of this device and runtime."""
     prints = table.fingerprints()
     here = runtime.fingerprint()
     if key is None:

@@ -13,7 +13,7 @@ from smcp_fx.errors import InputError
 
 
 def world() -> int:
-    """Return how many ranks torchrun has started; 1 without it."""
+    """Return the number of ranks that torchrun has started; 1 without torchrun."""
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 

@@ -1,7 +1,7 @@
 """A recipe: one experiment of the paper as a file of settings, read into frozen dataclasses.
 
-A file in ``catalogue/``, or a user's own, names a ``base`` (``catalogue/bases/``) that it changes. Every field is
-checked: name, type and range.
+A file in ``catalogue/``, or a user's own, may name a ``base`` (``catalogue/bases/``) that it changes. The
+name, type and range of every field are checked.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ _CATALOGUE = Path(__file__).parent / "catalogue"
 
 @dataclass(frozen=True)
 class Training:
-    """How the network is trained; everything counted in epochs shrinks with ``--fraction``.
+    """The training of the network; everything counted in epochs shrinks with ``--fraction``.
 
-    ``batch`` is of each rank. ``rate`` is the learning rate for ``rate_batch`` images in all, and grows with the
-    total batch; it rises over ``rate_warmup`` epochs. ``rate_decay``: "cosine" to 0, or "steps", where ``rate_steps``
-    lists (epoch, factor from then on). ``bias_rate``: factor for the rates of biases. ``evaluate_every``: epochs
-    between two evaluations.
+    ``batch``: images per rank. ``rate`` is the learning rate for ``rate_batch`` images in all, and grows with
+    the total batch; it rises over ``rate_warmup`` epochs. ``rate_decay``: "cosine" to 0, or "steps", with
+    ``rate_steps`` listing (epoch, factor from then on). ``bias_rate``: factor for the rates of biases.
+    ``evaluate_every``: epochs between two evaluations.
     """
 
     epochs: float
@@ -90,7 +90,7 @@ class Pruning:
 
 @dataclass(frozen=True)
 class Latency:
-    """The latency that is the target: of a run on ``batch`` images."""
+    """The latency that the target limits: of a run on ``batch`` images."""
 
     batch: int
 
@@ -100,11 +100,11 @@ class Latency:
 
 @dataclass(frozen=True)
 class Recipe:
-    """One experiment. ``name`` is the file's, ``row`` the paper's row that it reproduces ("resnet50/SMCP-30%").
+    """One experiment. ``name``: the file's name; ``row``: the paper's row to reproduce ("resnet50/SMCP-30%").
 
-    ``weights``: what pruning starts from, "torchvision:NAME", "none" (random), or "file", to be given by
-    ``--weights``; ``dense_weights``: what the unpruned network starts from where it is trained here.
-    ``images``: the number of training images that the paper's data set has.
+    ``weights``: initial weights for pruning, "torchvision:NAME", "none" (random), or "file" (given by
+    ``--weights``); ``dense_weights``: initial weights of the unpruned network, if it is trained here.
+    ``images``: the number of training images in the paper's data set.
     """
 
     name: str
@@ -136,7 +136,7 @@ class Recipe:
 
 
 def recipe_names() -> tuple[str, ...]:
-    """Return the names of the recipes that are installed."""
+    """Return the names of the installed recipes."""
     return tuple(sorted(path.stem for path in _CATALOGUE.glob("*.toml")))
 
 
@@ -163,7 +163,7 @@ def load_recipe(name: str, overrides: Sequence[str] = ()) -> Recipe:
 
 
 def _merged(path: Path) -> dict[str, Any]:
-    """Return a file's tables, laid over those of its base."""
+    """Return a file's tables, laid over the tables of its base."""
     try:
         values = tomllib.loads(path.read_text(encoding="utf-8"))
     except RecursionError:
@@ -207,7 +207,7 @@ def _override(values: dict[str, Any], text: str) -> None:
 
 
 def _built(kind: Any, values: Mapping[str, Any], where: str, prefix: str) -> Any:
-    """Return a dataclass made from a table, every field checked."""
+    """Make a dataclass from a table, and check every field."""
     hints = typing.get_type_hints(kind)
     entries = {entry.name: entry for entry in fields(kind)}
     for key in values:

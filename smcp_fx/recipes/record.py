@@ -1,6 +1,6 @@
 """The record of a run: a JSON file with settings, environment and results.
 
-`tools/reproduce.py` reads such files. Records of scaled-down or changed recipes are marked, and fill no row.
+`tools/reproduce.py` reads these files. Records of scaled-down or changed recipes are marked, and fill no row.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ _LONGEST_NAME = 500
 
 @dataclass(frozen=True)
 class Record:
-    """One run. ``row``: the paper's row it is for; ``values`` and ``dense``: the pruned and the unpruned network's.
+    """One run. ``row``: its row in the paper; ``values`` and ``dense``: the pruned and unpruned figures.
 
-    Their names: "flops" (multiply-adds an image), "top1", "top5", "mAP" (percent), "fps" and "latency_ms"
-    (measured at ``batch``), "predicted_ms" (by the table), "seconds". ``complete``: the recipe as it stands, at
-    full length, towards a latency.
+    The figures: "flops" (multiply-adds per image), "top1", "top5", "mAP" (percent), "fps" and "latency_ms"
+    (measured at ``batch``), "predicted_ms" (by the table), "seconds". ``complete``: the unchanged recipe ran
+    at full length, towards a latency.
     """
 
     row: str
@@ -56,19 +56,19 @@ class Record:
 
 
 def environment() -> dict[str, str]:
-    """Return versions and a description of the machine."""
+    """Return library versions and a description of the machine."""
     gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else "none"
     return {**library_versions(), "machine": platform.machine(), "gpu": gpu}
 
 
 def write_record(record: Record, path: Path) -> None:
-    """Write a record as JSON, whole or not at all."""
+    """Write a record as JSON, completely or not at all."""
     content = {"format": FORMAT, "version": VERSION, **asdict(record)}
     write_texts({path: json.dumps(content, indent=1) + "\n"}, "the record of the run")
 
 
 def read_records(folder: Path) -> list[Record]:
-    """Return the records in a folder's JSON files; files of other formats are passed over.
+    """Return the records in a folder's JSON files; files of other formats are skipped.
 
     Raises `InputError` for a record that is damaged or of another version.
     """
@@ -94,7 +94,7 @@ def _record(content: dict[str, Any], path: Path) -> Record:
 
 
 def figures_of(path: Path) -> dict[str, float]:
-    """Return the figures by name that a JSON file holds; `InputError` where it holds something else."""
+    """Return a JSON file's figures by name; `InputError` if it holds anything else."""
     figures = read_json(path, InputError, "delete it and go on without it")
     try:
         _numbers([figures])

@@ -51,9 +51,9 @@ def run_recipe(
 ) -> Record | None:
     """Run a recipe and return the record that was written to ``settings.out``; None after a dry run.
 
-    ``overrides`` change fields of the recipe ("training.batch=32"). Under torchrun every rank calls this; rank 0
-    writes and prints. Raises the library's errors for whatever does not fit, before anything is trained where it
-    can be known then.
+    ``overrides`` change fields of the recipe ("training.batch=32"). Under torchrun every rank calls this;
+    rank 0 writes and prints. Raises the library's errors for anything that does not fit, before training if
+    possible.
     """
     with joined_ranks(settings.device) as device:
         shown = console or Console()
@@ -82,7 +82,7 @@ class _Training:
         self.console = console
         self.ranks = settings.ranks or world()
         self.cost: str | LatencyCost = "params"  # of a dense run, which has no target
-        self.runtime: Backend | None = None  # that times what comes out
+        self.runtime: Backend | None = None  # times the resulting networks
 
     def plan(self) -> None:
         """Print the plan of the run."""
@@ -101,7 +101,7 @@ class _Training:
         print_plan(prepared, timeline, self.cost, self.console)
 
     def go(self) -> Record:
-        """Run; the folder is held against other runs."""
+        """Run, and keep other runs out of the folder."""
         with ExitStack() as self.held:
             return self._go()
 
@@ -148,7 +148,7 @@ class _Training:
     # ---- before training --------------------------------------------------------------------------------
 
     def _open_folder(self) -> None:
-        """Make --out, or check the run in it that is to be resumed."""
+        """Make --out, or check the run in it to resume."""
         if ranks.rank():
             return
         folder = self.settings.folder
@@ -186,7 +186,7 @@ class _Training:
         return asked
 
     def _placed(self, network: nn.Module) -> nn.Module:
-        """Return the network on its device, in the layout and with the batch norms that suit training there."""
+        """Return the network on its device, with the layout and the batch norms that suit training there."""
         training = self.recipe.training
         network = network.to(self.device)
         if self.device.type != "cuda":
@@ -209,7 +209,7 @@ class _Training:
         )
 
     def _images(self, network: nn.Module) -> Tensor:
-        """Return example images: as many as the latency's batch, else two."""
+        """Return example images: a batch of the latency's size, otherwise two."""
         batch = self.recipe.latency.batch if isinstance(self.cost, LatencyCost) else 2
         where = next(network.parameters()).device
         return torch.randn(batch, 3, self.recipe.size, self.recipe.size, device=where)
@@ -238,7 +238,7 @@ class _Training:
     # ---- after training ---------------------------------------------------------------------------------
 
     def _finish(self, trained: nn.Module, batches: Batches) -> tuple[dict[str, float], dict[str, float]]:
-        """Write the resulting network; return its figures and those measured of the unpruned one."""
+        """Write the resulting network; return its figures and the unpruned network's."""
         folder = self.settings.folder
         if not isinstance(trained, PreparedModel):
             values = evaluate(trained, batches, self.device)
@@ -264,7 +264,7 @@ class _Training:
         return values, dense
 
     def _measure(self, networks: dict[str, tuple[nn.Module, dict[str, float]]]) -> None:
-        """Emit the networks and time them in turns, if the table is of this device; their figures get latencies."""
+        """Emit the networks, time them in turns, and add latencies to their figures; only with a runtime."""
         if self.runtime is None:
             return
         batch, size = self.recipe.latency.batch, self.recipe.size
@@ -316,7 +316,7 @@ class _Training:
         )
 
     def _device(self) -> str:
-        """Return a description of what the latencies belong to."""
+        """Return a description of the device of the latencies."""
         if isinstance(self.cost, LatencyCost):
             return self.cost.fingerprint.describe()
         return self.runtime.fingerprint().describe() if self.runtime is not None else ""
@@ -359,7 +359,7 @@ def _listed(values: dict[str, float]) -> str:
 
 
 def _load_task(recipe: Recipe, data: Path) -> Task:
-    """Open a recipe's data under ``data``; `InputError` where the files are not what it needs."""
+    """Open a recipe's data under ``data``; `InputError` if its files are missing or do not fit."""
     if recipe.task == "detection":
         from smcp_fx.recipes.detection import Detection
 

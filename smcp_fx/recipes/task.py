@@ -25,14 +25,14 @@ class Meter(Protocol):
 
 
 class Task(Protocol):
-    """``classes`` that the network tells apart, its data sets, its loss, and a `Meter` for it."""
+    """The number of ``classes``, the data sets, the loss, and a `Meter`."""
 
     classes: int
     train: Dataset[Any]
     test: Dataset[Any]
 
     def collate(self, samples: Sequence[Any]) -> tuple[Tensor, Any]:
-        """Make a batch: images [N, 3, size, size], and targets as `loss` takes them."""
+        """Return a batch: images [N, 3, size, size], and targets as `loss` takes them."""
         ...
 
     def loss(self, outputs: Any, targets: Any) -> Tensor:
@@ -45,7 +45,7 @@ class Task(Protocol):
 
 
 def torchmetrics() -> Any:
-    """Return the package, or raise an `InputError` that says how to get it."""
+    """Return the package, or raise an `InputError` that says how to install it."""
     try:
         import torchmetrics as package
     except ModuleNotFoundError as error:

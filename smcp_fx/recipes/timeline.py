@@ -12,7 +12,7 @@ from smcp_fx.schedule import Schedule
 
 @dataclass(frozen=True)
 class Timeline:
-    """``schedule`` of a run, and `rate`. Epochs are those of the run: the recipe's times ``fraction``."""
+    """A run's ``schedule`` and `rate`. Epochs are the run's: the recipe's epochs times ``fraction``."""
 
     recipe: Recipe
     images: int
@@ -87,7 +87,7 @@ class Timeline:
         return rate
 
     def evaluated(self, step: int) -> bool:
-        """Return whether the network is evaluated after ``step`` steps; always at an epoch's end."""
+        """Return whether the network is evaluated after ``step`` steps; only at an epoch's end."""
         each, every = self.schedule.steps_per_epoch, self.recipe.training.evaluate_every * self.fraction
         if step % each:
             return False

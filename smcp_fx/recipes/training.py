@@ -1,4 +1,4 @@
-"""How recipes train: SGD along a timeline, on this rank's share of a task's batches."""
+"""The training of recipes: SGD along a timeline, on this rank's share of a task's batches."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def training_loop(
 ) -> TrainingLoop:
     """Return the loop that trains ``network``, prepared or plain, along a timeline.
 
-    ``batch_norms``: names of batch norms' parameters, whose weight decay is a setting of its own.
+    ``batch_norms``: names of batch norms' parameters, whose weight decay has its own setting.
     """
     training, schedule = timeline.recipe.training, timeline.schedule
     groups = parameter_groups(network, training, batch_norms)
@@ -68,13 +68,13 @@ class Batches:
         self._train = self._loader(task.train, self._sampler)
 
     def epoch(self, epoch: int, seed: int) -> Iterable[tuple[Any, Any]]:
-        """Yield the training batches of an epoch, shuffled alike on all ranks; ``seed`` is for augmentation."""
+        """Return an epoch's training batches, in one order for all ranks; ``seed`` is for augmentation."""
         self._sampler.set_epoch(epoch)
         self._draws.manual_seed(seed)
         return self._train
 
     def tests(self) -> Iterable[tuple[Any, Any]]:
-        """Yield this rank's share of the test set; every image is on exactly one rank."""
+        """Return this rank's share of the test set; every image is on exactly one rank."""
         size = len(self.task.test)  # type: ignore[arg-type]
         return self._loader(Subset(self.task.test, range(ranks.rank(), size, self._ranks)))
 

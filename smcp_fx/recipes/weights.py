@@ -1,4 +1,4 @@
-"""The weights that a recipe's network starts from: torchvision's, a file's, or random ones."""
+"""The initial weights of a recipe's network: torchvision's, a file's, or random ones."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from smcp_fx.zoo.weights import load_weights, read_weights
 
 
 def starting_network(recipe: Recipe, classes: int, file: str | None, dense: bool) -> nn.Module:
-    """Build a recipe's network with the weights it starts from.
+    """Build a recipe's network with its initial weights.
 
-    ``file``: a file, or "none" for random weights; None for the recipe's own. ``dense``: train the unpruned network.
-    Raises `InputError` where a file must be given or torchvision's weights cannot be had, `CheckpointError` where
-    weights do not fit.
+    ``file``: a file, or "none" for random weights; None for the recipe's own. ``dense``: train the unpruned
+    network. Raises `InputError` if a file is required or torchvision's weights are not available,
+    `CheckpointError` if weights do not fit.
     """
     check_given(recipe, file, dense)
     source = file or (recipe.dense_weights if dense else recipe.weights)
@@ -30,7 +30,7 @@ def starting_network(recipe: Recipe, classes: int, file: str | None, dense: bool
 
 
 def check_given(recipe: Recipe, file: str | None, dense: bool) -> None:
-    """Raise `InputError` where a recipe needs a file of weights and none is given."""
+    """Raise `InputError` if a recipe needs a file of weights and none is given."""
     if file is None and not dense and recipe.weights == "file":
         raise InputError(
             f"recipe {recipe.name} starts from weights that must be given: --weights FILE ({recipe.weights_note}). "

@@ -2,8 +2,8 @@
 
     backbone ─ maps ─► MultiScaleRoIAlign ─ pooled ─► box head
 
-They cut and resize all channels of feature maps alike, by boxes that Python works out. So the pooled channels go with
-those of the maps, although no graph holds the module.
+They cut and resize all channels of feature maps in the same way, by boxes that Python works out. So the
+pooled channels go with those of the maps, although no graph holds the module.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _POOLING = {
 
 @dataclass
 class Carrier:
-    """One call of such a module: the maps that it read, their versions then, and its result."""
+    """One call of a carrier: the maps that it read, their versions then, and its result."""
 
     path: str
     nth: int

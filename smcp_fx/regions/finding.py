@@ -20,7 +20,7 @@ from smcp_fx.tracing.tracer import Traced, trace
 
 @dataclass(frozen=True)
 class Form:
-    """How a module is called: the structure of its arguments, and those that are not tensors."""
+    """How a module is called: the structure of its arguments, and the arguments that are not tensors."""
 
     structure: pytree.TreeSpec
     constants: tuple[tuple[int, Any], ...]
@@ -124,7 +124,7 @@ def _has_weights(module: nn.Module) -> bool:
 
 
 def _unshared(model: nn.Module, regions: dict[str, Region], stopped: dict[str, str]) -> Iterator[Region]:
-    """The regions without weights that modules outside share: such weights could not be sliced."""
+    """The regions that share no weights with modules outside: shared weights could not be sliced."""
     owners: dict[int, set[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         home = next((path for path in regions if name.startswith(path + ".")), "")

@@ -91,7 +91,7 @@ class RegionForward:
         return copied
 
     def __getstate__(self) -> tuple[dict[str, Any], list[tuple[Any, ...]]]:
-        """Errors: `CheckpointError` for a graph that calls what no module holds by name."""
+        """Raises `CheckpointError` for a graph that calls a function that no module holds by name."""
         where = f"region {self.path!r}"
         check_pickles((self.form, self.output, self.signature), where)
         return self._kept(), listed(self.module.graph, where)
@@ -101,7 +101,7 @@ class RegionForward:
         self._set(kept, rebuilt(nodes))
 
     def _kept(self) -> dict[str, Any]:
-        """All attributes but the graph, with the owner's tables, which a copy's owner may get later only."""
+        """All attributes but the graph, and the owner's tables: a copy's owner may not have them yet."""
         rest = {name: value for name, value in vars(self).items() if name not in ("module", "busy")}
         return {**rest, "tables": {table: self.owner.__dict__[table] for table in TABLES}}
 

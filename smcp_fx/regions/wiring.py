@@ -32,7 +32,7 @@ _HARMLESS = {
 class Source:
     """Where a tensor comes from: output ``place`` of call number ``call``; from Python if ``call`` is None.
 
-    ``maps``: the (call, place) of the outputs whose channels a carrier has given it (`regions.carriers`).
+    ``maps``: the (call, place) of each output that a carrier took the channels from (`regions.carriers`).
     """
 
     call: int | None
@@ -156,9 +156,9 @@ def observe(model: nn.Module, inputs: tuple[Any, ...], regions: tuple[Region, ..
 
 
 def _carried(runs: list[tuple[list[Passage], _Watcher]]) -> dict[int, Carrier]:
-    """Return the carriers' calls of the first run by the id of their results, if only regions read these.
+    """Return the first run's calls of carriers, by the id of the result, if only regions read the result.
 
-    The maps of other calls are noted as read by Python.
+    Note the maps of all other calls as read by Python.
     """
     lost: set[tuple[str, int]] = set()
     for calls, watcher in runs:
@@ -218,7 +218,7 @@ def _tried(
     training: bool = False,
     gradients: bool = False,
 ) -> tuple[list[Passage], _Watcher] | None:
-    """`_run`; None if the model fails."""
+    """The result of `_run`; None if the model fails."""
     try:
         return _run(model, inputs, regions, training=training, gradients=gradients)
     except Exception as error:  # the model's own

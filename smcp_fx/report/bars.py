@@ -1,4 +1,4 @@
-"""Pictures of bars: latency asked for and reached, channels kept by layer, latency by block, repaired layers."""
+"""Bar charts: requested and measured latency, channels kept by layer, latency by block, repaired layers."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from smcp_fx.texts import significant
 _SHOWN_BLOCKS = 40
 #: Errors below this, as a share of the outputs' spread, would be written 0.0%.
 SEEN = 5e-4
-#: Name, length of the grey bar and of the blue one, tip, and the words at their end.
+#: Name, lengths of the grey and the blue bar, tooltip, and the words at their end.
 _Pair = tuple[str, float, float, str, str]
 
 
@@ -58,7 +58,7 @@ def latency_bars(report: Report, wide: float = WIDE) -> Markup | None:
 
 
 def channel_bars(layers: Sequence[LayerRow], wide: float = WIDE) -> Markup | None:
-    """Return each layer's output channels: all of them in grey, those kept in blue; None without layers."""
+    """Return each layer's output channels: all in grey, the kept ones in blue; None without layers."""
     if not layers:
         return None
     pitch = (wide - 60) / len(layers)
@@ -86,7 +86,7 @@ def channel_bars(layers: Sequence[LayerRow], wide: float = WIDE) -> Markup | Non
 def block_bars(blocks: Sequence[BlockRow], wide: float = WIDE) -> Markup | None:
     """Return the latency of each block, dense in grey and pruned in blue; None without blocks.
 
-    Of more than forty blocks, the slowest are drawn and the others summed up.
+    With more than forty blocks, only the slowest are drawn, and the others summed up.
     """
     rows = [(b.name, number(b.dense_ms) or 0.0, number(b.pruned_ms) or 0.0) for b in blocks]
     slowest = sorted(range(len(rows)), key=lambda i: -rows[i][1])
@@ -106,7 +106,7 @@ def block_bars(blocks: Sequence[BlockRow], wide: float = WIDE) -> Markup | None:
 def repair_bars(layers: Sequence[RepairRow], wide: float = 560.0) -> Markup | None:
     """Return layers' errors before repair in grey and after it in blue, as shares of their outputs' spread.
 
-    Layers whose error is none before are left out; None if that is all.
+    Layers without an error before repair are left out; None if no layer remains.
     """
     pairs = []
     for layer in layers:
@@ -159,7 +159,7 @@ def _vertical_names(names: Sequence[str], panel: Panel, below: float) -> list[Ma
 
 
 def _brackets(names: Sequence[str], panel: Panel) -> list[Markup]:
-    """Name runs of layers by the module that holds them, where single names would not fit."""
+    """Name runs of layers by the module that holds them, if single names do not fit."""
     drawn, start = [], 0
     for key, run in groupby(_modules(names)):
         end = start + len(list(run))
@@ -173,7 +173,7 @@ def _brackets(names: Sequence[str], panel: Panel) -> list[Markup]:
 
 
 def _modules(names: Sequence[str]) -> list[str]:
-    """Return for each layer the module at the depth that divides the network into 4 to 24 parts, if any does."""
+    """Return each layer's module at the first depth with four modules or more, else at the deepest."""
     keys = list(names)
     for depth in range(1, 1 + max(name.count(".") for name in names)):
         keys = [".".join(name.split(".")[:depth]) for name in names]

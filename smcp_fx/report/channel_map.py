@@ -1,9 +1,9 @@
-"""Lay the channel graph out: layers down the page in the order they run, groups as lanes beside them.
+"""Lays out the channel graph: layers down the page in the order they run, groups as lanes beside them.
 
-A lane runs from the first layer that writes a group's channels to the last that reads them. Where it crosses a row, a
-mark says whether that layer writes, reads or carries them. A big network gets a layout for every depth of its module
-tree, with deeper modules folded into one row: groups inside a folded row vanish, and groups that join the same rows
-share a lane. Positions are whole rows and columns.
+A lane runs from the first layer that writes a group's channels to the last layer that reads them. Where it
+crosses a row, a mark shows whether that layer writes, reads or carries them. A big network gets a layout for
+every depth of its module tree, with deeper modules folded into one row. Groups inside a folded row vanish,
+and groups that join the same rows share a lane. Positions are whole rows and columns.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-#: The deepest level with at most this many rows is the one shown first.
+#: The page first shows the deepest level with at most this many rows.
 READABLE_ROWS = 40
 #: The page's style sheet has rules for this many levels.
 MOST_LEVELS = 6
@@ -21,7 +21,7 @@ _INPUT = "input"
 
 @dataclass(frozen=True)
 class MapRow:
-    """A layer, or a module folded with all its layers; ``inside`` are the groups that it holds whole."""
+    """A layer, or a module folded with all its layers; ``inside``: the groups that lie wholly inside it."""
 
     label: str
     layers: tuple[str, ...]
@@ -29,7 +29,7 @@ class MapRow:
 
     @property
     def folded(self) -> bool:
-        """True when it stands for several layers."""
+        """Whether the row holds several layers."""
         return len(self.layers) > 1
 
 
@@ -40,7 +40,7 @@ class Lane:
     groups: tuple[int, ...]
     marks: Mapping[int, str]
     column: int = 0
-    top: int = field(default=0)  # the row of its node: the first that writes it
+    top: int = field(default=0)  # the row of its node: the first row that writes it
 
     @property
     def bottom(self) -> int:
@@ -58,12 +58,12 @@ class MapLevel:
 
     @property
     def columns(self) -> int:
-        """How many columns the lanes take."""
+        """The number of columns that the lanes take."""
         return 1 + max((lane.column for lane in self.lanes), default=-1)
 
 
 def levels(layers: Sequence[Mapping[str, Any]], groups: Sequence[Mapping[str, Any]]) -> list[MapLevel]:
-    """Return the layouts from the coarsest to that of every layer; none without groups.
+    """Return the layouts, from the coarsest to one with every layer; none without groups.
 
     ``layers`` and ``groups`` as in the report; layers that only groups name come after the others.
     """
@@ -93,7 +93,7 @@ def first_shown(maps: Sequence[MapLevel]) -> int:
 
 
 def _uses(layers: Sequence[Mapping[str, Any]], groups: Sequence[Mapping[str, Any]]) -> list[dict[str, str]]:
-    """Return for each group what each layer does with it: {path: mark}."""
+    """Return each group's uses by layer: {path: mark}."""
     by_name = {str(group["name"]): index for index, group in enumerate(groups)}
     uses: list[dict[str, str]] = []
     for group in groups:
@@ -152,7 +152,7 @@ def _level(
 
 
 def _marks(by_path: Mapping[str, str], row_of: Mapping[str, int]) -> dict[int, str]:
-    """Return what each row does with a group; a group that nothing writes is written by the input row, 0."""
+    """Return each row's use of a group; the input row, 0, writes a group that no layer writes."""
     seen: dict[int, set[str]] = {}
     for path, mark in by_path.items():
         seen.setdefault(row_of[path], set()).update({"write", "read"} if mark == "both" else {mark})

@@ -1,4 +1,4 @@
-"""Where everything of the channel graph's layouts stands, in pixels; `templates/channel_graph.html` draws it."""
+"""Positions of the channel graph's layouts, in pixels; `templates/channel_graph.html` draws them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _Group = Mapping[str, Any]
 
 
 def lay_out(groups: Sequence[_Group], layers: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
-    """Return what the template draws: the layouts, and what the script tells; None for a network without groups."""
+    """Return the template's layouts and the script's data; None for a network without groups."""
     maps = levels(layers, groups)
     if not maps:
         return None
@@ -37,7 +37,7 @@ def lay_out(groups: Sequence[_Group], layers: Sequence[Mapping[str, Any]]) -> di
 
 
 def _data(groups: Sequence[_Group], layers: Sequence[Mapping[str, Any]]) -> Markup:
-    """Return what the script tells of each group and layer: {"groups": [...], "layers": {path: {...}}}."""
+    """Return the script's data on groups and layers: {"groups": [...], "layers": {path: {...}}}."""
     of_group = ("name", "size", "kept", "producers", "consumers", "pinned", "limits", "permitted", "channels")
     of_layer = ("kind", "weight_shape", "in_shape", "out_shape", "groups")
     data = {
@@ -50,7 +50,7 @@ def _data(groups: Sequence[_Group], layers: Sequence[Mapping[str, Any]]) -> Mark
 
 
 def _level(level: MapLevel, groups: Sequence[_Group], expandable: bool) -> dict[str, Any]:
-    """Labels at the left, then the spine with the layers, the groups inside folded rows, and a column a lane."""
+    """Place labels at the left, then the spine of layers, groups inside folded rows, a column per lane."""
     labels = [ending(row.label, _LABEL_LIMIT) for row in level.rows]
     insides = [_inside(row, groups) for row in level.rows]
     spine = max(map(len, labels)) * _LETTER + 22
@@ -119,7 +119,7 @@ def _lane(lane: Lane, groups: Sequence[_Group]) -> dict[str, Any]:
 
 
 def describe_group(group: _Group) -> str:
-    """Return what a group is, in a few lines of plain text."""
+    """Describe a group in a few lines of plain text."""
     size = f"{group['kept']} of {group['size']} kept" if "kept" in group else f"{group['size']} units"
     lines = [f"{group['name']}: {size}"]
     for title, key in (("written by", "producers"), ("read by", "consumers")):
@@ -143,7 +143,7 @@ def _inside(row: MapRow, groups: Sequence[_Group]) -> str:
 
 
 def _share(members: Sequence[_Group]) -> str:
-    """Return "kept/size"; the size alone where nothing was pruned yet."""
+    """Return "kept/size", or only the size if nothing has been pruned yet."""
     kept, size = _totals(members)
     return f"{kept}/{size}" if any("kept" in group for group in members) else f"{size}"
 
@@ -154,7 +154,7 @@ def _totals(members: Sequence[_Group]) -> tuple[int, int]:
 
 
 def _shared_prefix(before: str, label: str) -> int:
-    """Return how many letters of ``label`` repeat the modules of the row before it."""
+    """Return the number of letters of ``label`` that repeat the modules of the row above."""
     shared = 0
     for old, new in zip(before.split("."), label.split(".")[:-1], strict=False):
         if old != new:

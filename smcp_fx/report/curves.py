@@ -1,4 +1,4 @@
-"""Pictures over time and of agreement: solves, training, targets, predicted against measured latency."""
+"""Curves and scatter plots: solves, training, targets, predicted against measured latency."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _WIDTH = 360.0
 
 
 def dense_cost(report: Report) -> float | None:
-    """Return the dense network's cost in the unit that was solved for, if the report has it."""
+    """Return the dense network's cost in the unit of the solves, if the report has it."""
     dense = report.dense
     return number(
         {"ms": dense.predicted_ms, "FLOPs": dense.flops, "parameters": dense.params}.get(report.cost)
@@ -90,7 +90,7 @@ def training_curves(training: Sequence[EpochRow]) -> Markup | None:
 
 
 def target_curve(report: Report, wide: float = 560.0) -> Markup | None:
-    """Return accuracy over measured latency, a point a target and the dense network; None without targets."""
+    """Return accuracy over measured latency, a point per target and the dense one; None without targets."""
     dense = report.dense.accuracy
     if not report.targets or dense is None:
         return None
@@ -143,7 +143,7 @@ def validation_pairs(validation: Sequence[EngineRow]) -> list[tuple[str, float, 
 
 
 def _point_names(pairs: Sequence[tuple[str, float, float]], panel: Panel) -> list[Markup]:
-    """Name the points at their lower right, each name moved down until it is clear of those above."""
+    """Name the points at their lower right; move each name down until it is clear of the names above."""
     drawn: list[Markup] = []
     taken: list[tuple[float, float, float]] = []
     for name, predicted, measured in sorted(pairs, key=lambda pair: -pair[2]):
@@ -153,7 +153,7 @@ def _point_names(pairs: Sequence[tuple[str, float, float]], panel: Panel) -> lis
             abs(at - other) < 13 and left < end and begin < left + length for begin, end, other in taken
         ):
             at += 13
-        if at <= panel.bottom - 4:  # else there is no room: its tip names it
+        if at <= panel.bottom - 4:  # otherwise there is no room; the tooltip names it
             taken.append((left, left + length, at))
             drawn.append(text(left, at, name, "label"))
     return drawn
@@ -166,7 +166,7 @@ def _two(last: float, upper: tuple[float, float], lower: tuple[float, float]) ->
 
 
 def _floor(accuracies: Sequence[float]) -> float:
-    """Return where the accuracy axis starts: below nine tenths of the epochs. The worst lie on the axis."""
+    """Return the start of the accuracy axis: below nine tenths of the epochs. The worst lie on the axis."""
     usual = sorted(accuracies)[len(accuracies) // 10] if accuracies else 0.0
     return next((floor for floor in (90.0, 80.0, 60.0) if usual >= floor + 2), 0.0)
 

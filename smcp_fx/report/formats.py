@@ -35,7 +35,7 @@ def percent(fraction: Any, *, trim: bool = False) -> str:
 
 
 def count(value: Any) -> str:
-    """Return e.g. "11.2 M", "1.82 G"; below ten thousand the number itself."""
+    """Return e.g. "11.2 M", "1.82 G"; numbers below ten thousand as they are."""
     plain = number(value)
     return MISSING if plain is None else short(plain)
 
@@ -64,6 +64,6 @@ def relative_change(before: Any, after: Any) -> str:
 
 
 def signed(value: float) -> str:
-    """Return a number with one decimal and its sign; what rounds to 0 has none."""
+    """Return a number with one decimal and its sign; a number that rounds to 0 has no sign."""
     text = f"{abs(value):.1f}"
     return text if float(text) == 0 else f"{MINUS if value < 0 else '+'}{text}"

@@ -1,4 +1,4 @@
-"""Pictures of blocks: latency over channels in and channels out, the runtime's cliffs visible."""
+"""Heat maps of blocks: latency over channels in and channels out, with the runtime's cliffs visible."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from smcp_fx.report.svg import Panel, element, picture, rect, text
 from smcp_fx.texts import significant
 
 _WIDTH, _SIDE = 360.0, 260.0
-#: A picture has at most this many cells a side; finer grids are thinned evenly, ends kept.
+#: Most cells along a side of a picture; finer grids are thinned evenly, and their ends kept.
 _CELLS = 32
 #: Lightness of the cheapest and the dearest cell; an SVG cannot mix the colours of `style.css`.
 _SCALE = ("#eef4fd", "#9cc2f5", "#4a86d8", "#1d5fc4", "#0b2f6b")
@@ -22,8 +22,8 @@ _SCALE = ("#eef4fd", "#9cc2f5", "#4a86d8", "#1d5fc4", "#0b2f6b")
 def heat_map(block: SurfaceRow) -> Markup | None:
     """Return one block's picture; None without a latency.
 
-    Colour is the latency per pair of channels, in steps of equal ratio. Efficient regions have one colour, and a
-    cliff is an edge.
+    Colour shows the latency per pair of channels, in steps of equal ratio. Efficient regions have one colour;
+    a cliff shows as an edge.
     """
     if not block.ms or len(block.axes) not in (1, 2):
         return None
@@ -61,7 +61,7 @@ def heat_map(block: SurfaceRow) -> Markup | None:
 
 
 def thinned(values: Sequence[int], most: int = _CELLS) -> list[int]:
-    """Return indices of at most ``most`` of the values, evenly spread, the first and the last among them."""
+    """Return indices of at most ``most`` of the values, evenly spread, including the first and the last."""
     if len(values) <= most:
         return list(range(len(values)))
     return sorted({round(i * (len(values) - 1) / (most - 1)) for i in range(most)})
@@ -79,7 +79,7 @@ def colour(value: float, low: float, high: float) -> str:
 
 
 def _columns(block: SurfaceRow, axis: Axis) -> Markup:
-    """Return the picture of a block with one free width: a bar a width, over its latency."""
+    """Return the picture of a block with one free width: one bar per width, as high as its latency."""
     indices = thinned(axis.values, 2 * _CELLS)
     widths, values = [axis.values[i] for i in indices], [float(block.ms[i]) for i in indices]
     panel = Panel(52, 40, _SIDE, _SIDE, (0, len(widths)), (0, max(values) * 1.05 or 1.0))
@@ -95,7 +95,7 @@ def _columns(block: SurfaceRow, axis: Axis) -> Markup:
 
 
 def _across(panel: Panel, values: Sequence[int], axis: Axis) -> Iterator[Markup]:
-    """Some of the widths below the panel, and what they count."""
+    """Yield some of the widths below the panel, and the axis title."""
     for index in _labelled(len(values)):
         yield text(panel.x(index + 0.5), panel.bottom + 16, str(values[index]), "tick", "middle")
     yield text(panel.right, panel.bottom + 34, axis.title, "axis-title", "end")
@@ -104,7 +104,7 @@ def _across(panel: Panel, values: Sequence[int], axis: Axis) -> Iterator[Markup]
 def _marks(
     block: SurfaceRow, panel: Panel, xs: Sequence[int], ys: Sequence[int], wide: float, tall: float
 ) -> Iterator[Markup]:
-    """Dots at the measured widths and a frame around the chosen one."""
+    """Yield dots at the measured widths, and a frame around the chosen one."""
     for x, y in block.measured:
         if x in xs and y in ys:
             at = {"cx": panel.x(xs.index(x) + 0.5), "cy": panel.y(ys.index(y) + 0.5)}
@@ -117,7 +117,7 @@ def _marks(
 
 
 def _cell(x: float, y: float, wide: float, tall: float, fill: str, tip: str = "") -> Markup:
-    """A filled rectangle, a little too large: no hairlines between neighbours."""
+    """Return a filled rectangle, slightly too large to avoid hairlines between neighbours."""
     return rect(x, y, wide + 0.4, tall + 0.4, None, tip, fill=fill)
 
 
@@ -126,7 +126,7 @@ def _nearest(values: Sequence[int], wanted: int) -> int:
 
 
 def _scale(panel: Panel, low: float, high: float) -> Iterator[Markup]:
-    """What the colours mean, beside the map."""
+    """Yield the colour scale beside the map."""
     left, steps = panel.right + 10, 24
     for step in range(steps):
         value = low * (high / low) ** ((step + 0.5) / steps) if low > 0 else low

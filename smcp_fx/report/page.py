@@ -1,4 +1,4 @@
-"""The page of a compile run: the pictures drawn here, the words around them in `templates/report.html`."""
+"""The page of a compile run: draws the pictures; `templates/report.html` holds the words around them."""
 
 from __future__ import annotations
 

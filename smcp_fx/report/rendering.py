@@ -1,4 +1,4 @@
-"""Pages from the templates beside this file: one page a file, its style and script inside, text escaped."""
+"""Pages from the templates beside this file: one file per page, style and script inside, text escaped."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _FILTERS = {each.__name__: each for each in (count, duration, milliseconds, numb
 
 
 def render(template: str, *, package: str = _HOME, **values: Any) -> str:
-    """Return the page of a template, one of the report's or of another ``package``, which may extend the report's."""
+    """Return the page of a template: the report's, or another ``package``'s, which may extend those."""
     return _pages(package).get_template(template).render(**values)
 
 
@@ -40,5 +40,5 @@ def asset(name: str, package: str = _HOME) -> Markup:
 
 
 def _is_inside(path: str) -> bool:
-    """Whether a path is of a file in the report's folder: no other page, and no script."""
+    """Whether a path is a file in the report's folder: not another page, and not a script."""
     return "://" not in path and not path.lower().lstrip().startswith(("javascript:", "data:"))

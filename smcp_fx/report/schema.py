@@ -1,4 +1,4 @@
-"""The fields of `report.json`, as dataclasses. None stands for what was not measured."""
+"""The fields of `report.json`, as dataclasses. None means not measured."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-#: Increased when a field changes its meaning or goes; new fields may come at any time.
+#: Increased when a field changes its meaning or is removed; new fields may come at any time.
 FORMAT = 1
 
 
 def documented(help: str, default: Any = None) -> Any:
-    """A field that carries its meaning for the documentation; defaults are made anew for each report."""
+    """Return a field with its meaning for the documentation; each report gets its own default dict."""
     if isinstance(default, dict):
         return field(default_factory=dict, metadata={"help": help})
     return field(default=default, metadata={"help": help})
@@ -127,7 +127,7 @@ class SurfaceRow:
 
 @dataclass(frozen=True)
 class TableFacts:
-    """What the predictions rest on."""
+    """The facts behind the predictions."""
 
     path: str = documented("the latency table", "")
     rows: int | None = documented("its rows of this device and runtime")
@@ -180,7 +180,7 @@ class RepairRow:
 
 @dataclass(frozen=True)
 class WorthRow:
-    """What a group's units are worth: how far the loss rises where only the best of them are kept."""
+    """The worth of a group's units: how far the loss rises if only the best of them are kept."""
 
     name: str = documented("the group", "")
     size: int = documented("its units", 0)
@@ -194,7 +194,7 @@ class WorthRow:
 
 @dataclass(frozen=True)
 class CalibrationFacts:
-    """What was done without training."""
+    """The result of pruning without training."""
 
     images: int = documented("training images it looked at", 0)
     labels: bool = documented("whether they had labels", True)
@@ -208,7 +208,7 @@ class CalibrationFacts:
 
 @dataclass(frozen=True)
 class PrecisionFacts:
-    """What less precision did: the same networks in float32 beside the emitted ones."""
+    """The effect of less precision: the emitted networks beside their float32 copies."""
 
     name: str = documented("the precision of the emitted files", "")
     dense_accuracy: float | None = documented("accuracy of the dense network in float32")

@@ -37,12 +37,12 @@ class SummaryRow:
 
 
 def model_name(report: Report) -> str:
-    """Return the model without where it comes from: "resnet18" of "torchvision:resnet18"."""
+    """Return the model's name without its source: "resnet18" of "torchvision:resnet18"."""
     return (report.model or "the model").rsplit(":", 1)[-1]
 
 
 def cost_word(report: Report) -> str:
-    """Return what the target is a fraction of: "latency", "FLOPs" or "parameters"."""
+    """Return the name of the cost that the target limits: "latency", "FLOPs" or "parameters"."""
     return "latency" if report.cost == "ms" else report.cost
 
 
@@ -52,7 +52,7 @@ def measure_word(report: Report) -> str:
 
 
 def headline(report: Report) -> str:
-    """Return the run's result in one sentence, of the figures there are."""
+    """Return the run's result in one sentence, from the available figures."""
     dense, pruned = _sides(report)
     asked = f"asked: {percent(report.target_fraction, trim=True)}"
     times = number(pruned.latency_ms), number(dense.latency_ms)
@@ -108,7 +108,7 @@ def comparison(report: Report) -> list[SummaryRow]:
 
 
 def _in_float(report: Report, name: str) -> list[SummaryRow]:
-    """Return the same networks' accuracies in float32, and latencies as shares of the dense network's in that."""
+    """Return the networks' accuracies in float32, and latencies as shares of the dense one's in float32."""
     facts = report.precision
     if facts is None:
         return []
@@ -125,7 +125,7 @@ def _in_float(report: Report, name: str) -> list[SummaryRow]:
 
 
 def target_line(report: Report) -> str:
-    """Return target, predicted and measured fraction, and on what was measured, in one line.
+    """Return the target, the predicted and measured fractions, and the measured device, in one line.
 
     With a table of another device, the prediction is for that device, and the measurement for this one.
     """
@@ -143,7 +143,7 @@ def target_line(report: Report) -> str:
 
 
 def _how_sure(report: Report) -> str:
-    """Return the standard error of the measured fraction and the quartiles of its rounds, where they are known."""
+    """Return the standard error of the measured fraction and the quartiles of its rounds, if known."""
     measured, error = number(report.measured_fraction), number(report.measured_fraction_error)
     low, high = report.measured_fraction_q1, report.measured_fraction_q3
     if measured is None or error is None:
@@ -170,13 +170,13 @@ def backend_line(report: Report) -> str:
 
 
 def described(fingerprint: Mapping[str, Any]) -> str:
-    """Return runtime, version and device of a fingerprint in a line."""
+    """Return runtime, version and device of a fingerprint in one line."""
     parts = (fingerprint.get(key) for key in ("runtime", "version", "device"))
     return ", ".join(str(part) for part in parts if part)
 
 
 def unsteady_line(report: Report) -> str | None:
-    """Say which timings others' work disturbed or spread too far, and what to do; None where all are sure."""
+    """Say which timings other work disturbed, and what to do; None if all timings are stable."""
     sides = zip(("dense", "pruned"), _sides(report), strict=True)
     names = " and ".join(name for name, side in sides if side.latency_stable is False)
     if not names:
@@ -187,7 +187,7 @@ def unsteady_line(report: Report) -> str | None:
 def summary_table(report: Report) -> Table:
     """Return the comparison as a `rich` table; its caption holds the target and the backend."""
     table = Table(title=f"{model_name(report)} on {report.data or 'its data'}", box=box.SIMPLE_HEAD)
-    table.title = Text(str(table.title))  # plain text: names may hold what rich takes for markup
+    table.title = Text(str(table.title))  # plain text: names may look like rich markup
     table.add_column("")
     for name in ("dense", "pruned", "change"):
         table.add_column(name, justify="right", no_wrap=True)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from markupsafe import Markup, escape
 
-#: Widths of a picture: on a screen, and on a telephone, where bars must still tell their lengths.
+#: Widths of a picture: on a screen, and on a telephone, where bar lengths must still be legible.
 WIDE, NARROW = 1080.0, 364.0
 #: A letter's mean advance in the widest of the page's fonts, in pixels.
 LETTER = 6.9
@@ -17,8 +17,8 @@ LETTER = 6.9
 def element(name: str, /, *children: str, **attributes: object) -> Markup:
     """Return one element; text children and attribute values are escaped, `Markup` children are not.
 
-    An underscore in an attribute's name stands for a hyphen, and one at the end is dropped (``class_``);
-    attributes that are None are left out, floats are cut to hundredths.
+    An underscore in an attribute's name becomes a hyphen; one at the end is dropped (``class_``). Attributes
+    that are None are left out; floats are cut to hundredths.
     """
     written = "".join(
         f' {key.rstrip("_").replace("_", "-")}="{escape(pixels(value) if isinstance(value, float) else value)}"'
@@ -43,7 +43,7 @@ def text(
 def rect(
     x: float, y: float, width: float, height: float, class_: str | None, tip: str = "", **more: object
 ) -> Markup:
-    """Return a rectangle; ``tip`` is what a pointer resting on it, or a screen reader, is told."""
+    """Return a rectangle; ``tip`` is its tooltip and its text for screen readers."""
     size = {"x": x, "y": y, "width": max(width, 0.0), "height": max(height, 0.0)}
     return element("rect", *_title(tip), **size, class_=class_, **more)
 
@@ -60,9 +60,9 @@ def path(points: Iterable[tuple[float, float]], class_: str) -> Markup:
 
 
 def picture(width: float, height: float, label: str, body: Iterable[Markup]) -> Markup:
-    """Return an inline SVG that scales with its box; ``label`` says in words what it shows.
+    """Return an inline SVG that scales with its box; ``label`` describes it in words.
 
-    The page shows a picture of width `NARROW` on telephones alone, and lets one that is wider than 720 fill its box.
+    The page shows pictures of width `NARROW` only on telephones; pictures wider than 720 fill their box.
     """
     kind = "chart narrow" if width == NARROW else "chart wide" if width > 720 else "chart"
     return element(
@@ -84,7 +84,7 @@ def fitting(draw: Callable[[float], Markup | None], wide: float = WIDE) -> Marku
 
 
 def ending(name: str, limit: float) -> str:
-    """Return a name, or its end where it has more than ``limit`` letters."""
+    """Return a name, or its end if it has more than ``limit`` letters."""
     return name if len(name) <= limit else f"\N{HORIZONTAL ELLIPSIS}{name[1 - int(limit) :]}"
 
 
@@ -123,12 +123,12 @@ class Panel:
     y_range: tuple[float, float]
 
     def x(self, value: float) -> float:
-        """Return where ``value`` is across."""
+        """Return the horizontal position of ``value``."""
         low, high = self.x_range
         return self.left + self.width * (value - low) / ((high - low) or 1.0)
 
     def y(self, value: float) -> float:
-        """Return where ``value`` is down; larger is higher up."""
+        """Return the vertical position of ``value``; larger values are higher up."""
         low, high = self.y_range
         return self.top + self.height * (1 - (value - low) / ((high - low) or 1.0))
 
@@ -185,5 +185,5 @@ def _title(tip: str) -> list[Markup]:
 
 
 def pixels(value: float) -> str:
-    """Return a length to a hundredth: "12.5", "3"."""
+    """Return a length rounded to hundredths: "12.5", "3"."""
     return f"{value:.2f}".rstrip("0").rstrip(".")

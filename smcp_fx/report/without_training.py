@@ -1,4 +1,4 @@
-"""The report of a run without training, in words and figures: the trade-off curve, and what the repair did."""
+"""The report of a run without training, in words and figures: the trade-off curve and the repair."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the channels of each group are worth: the rise of the loss over the share that is kept, a panel a group."""
+"""The worth of each group's channels: the rise of the loss over the share kept, one panel per group."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from markupsafe import Markup
 from smcp_fx.report.schema import WorthRow
 from smcp_fx.report.svg import NARROW, WIDE, Panel, ending, line, picture, rounded_up, text
 
-#: More panels would be a wall of them. Chosen, not measured.
+#: Most panels; more would be hard to read. Chosen, not measured.
 PANELS = 40
 _LEFT, _CELL, _WIDE, _HIGH = 44.0, 158.0, 130.0, 70.0
 
 
 def worth_curves(groups: Sequence[WorthRow], wide: float = WIDE) -> Markup | None:
-    """Return a panel for each group (the first `PANELS`), all to one scale; None without groups.
+    """Return a panel for each of the first `PANELS` groups, all to one scale; None without groups.
 
-    Rises are shares of what all choices together cost. The scale ends at four times the largest that was chosen;
-    steeper curves leave their panel at the top.
+    Rises are shares of the cost of all choices together. The scale ends at four times the largest chosen
+    rise; steeper curves leave their panel at the top.
     """
     if not groups:
         return None
@@ -54,12 +54,12 @@ def _panel(panel: Panel, group: WorthRow, scale: float, axis: bool) -> list[Mark
 
 
 def _chosen(group: WorthRow) -> float:
-    """The rise at the count that was chosen."""
+    """Return the rise at the chosen count."""
     return group.rises[group.counts.index(group.kept)]
 
 
 def _below(points: Sequence[tuple[float, float]], top: float) -> list[tuple[float, float]]:
-    """The falling curve from where it comes below ``top``."""
+    """Return the part of a falling curve below ``top``."""
     inside = [point for point in points if point[1] <= top]
     above = [point for point in points if point[1] > top]
     if not above or not inside:

@@ -19,8 +19,8 @@ def write_report(report: Report, directory: Path) -> tuple[Path, Path]:
     """Write ``report.json`` and ``report.html`` into ``directory`` and return their paths.
 
     The page is self-contained: it fetches nothing. Numbers that are not finite become null ("not measured").
-    Both files are written beside and renamed. Raises `InputError` for a value that JSON does not have, and
-    `SmcpError` when the files cannot be written; then what stood there before still stands.
+    Both files are written under temporary names and renamed. Raises `InputError` for a value that JSON cannot
+    hold, and `SmcpError` if the files cannot be written; earlier files then stay as they were.
     """
     plain = plain_values(asdict(report), "report")
     texts = {

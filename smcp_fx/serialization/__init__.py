@@ -1,1 +1,1 @@
-"""Converted models as data: tensors and a manifest, from closed lists of what a file may name."""
+"""Converted models as data: tensors, and a manifest that names only entries of closed lists."""

@@ -1,8 +1,8 @@
-"""Which values a saved model's graph may call which methods of: tensor methods only on tensors.
+"""Rules for the methods that a saved model's graph may call: tensor methods only on tensors.
 
-Generated code calls methods by name, which does not say whose method runs. So each node gets a kind: ``tensor`` (a
-tensor, or several, or a number made from one), ``input`` (what the model is called with), ``size``, ``device``,
-``dtype``, ``range`` (of a dtype), or ``plain`` (numbers, strings, tuples and lists of the file's own).
+Generated code calls methods by name, not by type. So each node gets a kind: ``tensor`` (one or more tensors,
+or a number made from one), ``input`` (an argument of the model), ``size``, ``device``, ``dtype``, ``range``
+(of a dtype), or ``plain`` (numbers, strings, tuples and lists from the file itself).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _OF_TENSORS = ("tensor", "input")
 _SIZES = ("size", "stride")
 #: Operators allowed on strings; the others format, repeat or join them.
 _WITH_STRINGS = ("contains", "eq", "getitem", "is_", "is_not", "ne", "setitem")
-#: Operators that make two constants into something of any size, and the largest constant they may have.
+#: Operators that make a value of any size from two constants, and the largest constant they may have.
 _GROWING, _LARGEST = ("lshift", "mul", "imul", "pow", "ipow"), 1 << 16
 
 
@@ -129,7 +129,7 @@ def _refused(node: fx.Node, why: str) -> CheckpointError:
 
 
 def place_of(node: fx.Node) -> str:
-    """Name a node, and the module whose forward made it, if known."""
+    """Return a node's name, with the module whose forward made it, if known."""
     stack = node.meta.get("nn_module_stack")
     path = list(stack.values())[-1][0] if stack else ""
     return f"node {node.name!r} (in module {path!r})" if path else f"node {node.name!r}"

@@ -1,4 +1,4 @@
-"""The graph module that `convert` and `load` return, which any process can unpickle correctly."""
+"""The graph module that `convert` and `load` return; any process can unpickle it correctly."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ _OF_THE_GRAPH = vars(fx.GraphModule(nn.Module(), fx.Graph())).keys() - vars(nn.M
 class ConvertedModule(CalledWithHooks, CalledAsTraced, fx.GraphModule):
     """A `GraphModule` that pickles as a plain one, without this library, if that gives the same graph.
 
-    `torch.fx` pickles a graph as code and traces that code again on loading. Tracing freezes what the code asks of a
-    module (`self.head.training`) and fails where it asks about values (`not flag`). A graph that would not come back
-    the same is pickled node by node; loading it needs this library.
+    `torch.fx` pickles a graph as code and traces that code again on loading. Tracing freezes attributes that
+    the code reads from a module (`self.head.training`), and fails where the code tests values (`not flag`). A
+    graph that would come back changed is pickled node by node; loading it needs this library.
     """
 
     if TYPE_CHECKING:  # TorchScript reads a class's annotations
@@ -34,7 +34,7 @@ class ConvertedModule(CalledWithHooks, CalledAsTraced, fx.GraphModule):
         return {path: (len(ins), len(outs)) for path, (ins, outs) in self.kept.items()}
 
     def __reduce__(self) -> Any:
-        """Errors: `CheckpointError` for a graph that calls what no module holds by name."""
+        """Pickle; `CheckpointError` for a graph that calls a function that no module holds by name."""
         self._tracer_cls = None  # the default tracer, whose constructor needs no arguments
         self._graphmodule_cls_name = type(self).__name__
         self.__dict__.pop("_tracer_extras", None)
@@ -47,7 +47,7 @@ class ConvertedModule(CalledWithHooks, CalledAsTraced, fx.GraphModule):
 
 
 def _unpickled(name: str, nodes: list[tuple[Any, ...]]) -> ConvertedModule:
-    """The graph, to which pickle adds the modules."""
+    """Return a module with the graph alone; pickle adds the modules."""
     module = ConvertedModule(nn.Module(), fx.Graph(), class_name=name)
     module.graph = rebuilt(nodes)
     return module
@@ -67,7 +67,7 @@ def retraces_the_same(module: fx.GraphModule) -> bool:
 
     if holds_unfit_names(module.graph):  # torch.fx would write these names into its code
         return False
-    if any(NO_AUTOCAST in node.meta for node in module.graph.nodes):  # it would trace the operations alone
+    if any(NO_AUTOCAST in node.meta for node in module.graph.nodes):  # tracing would drop the mark
         return False
     try:
         traced = KeepModules().trace(code_only)

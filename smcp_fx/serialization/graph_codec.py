@@ -27,14 +27,14 @@ _MOST_NODES = 200_000
 _OWN = "own."
 _OPERATORS = "torch.ops."
 _ALWAYS_LEAVES = (Applied, OpOverloadPacket)
-#: Autograd functions of the user's own, by the names under which they are saved.
+#: The user's own autograd functions, by saved name.
 Own = Mapping[str, Applied]
 
 
 def own_functions(classes: Iterable[Any]) -> Own:
-    """Return what applies these autograd functions, by the names under which they are saved.
+    """Return the appliers of these autograd functions, by saved name.
 
-    `InputError` for what is no such class, and for two of one name.
+    `InputError` for anything that is no such class, and for two classes of one name.
     """
     own: dict[str, Applied] = {}
     for cls in classes:
@@ -51,7 +51,7 @@ def own_functions(classes: Iterable[Any]) -> Own:
 
 
 def saved_name(function: Any, where: str) -> str:
-    """Return the name a function is saved under; `CheckpointError` for one that is not on the list."""
+    """Return the name under which a function is saved; `CheckpointError` if it is not on the list."""
     if isinstance(function, Applied):
         return f"{_OWN}{function.cls.__qualname__}"
     try:
@@ -74,7 +74,7 @@ def saved_name(function: Any, where: str) -> str:
 
 
 def find_function(name: Any, where: str, own: Own | None = None) -> Callable[..., Any]:
-    """Return the function of a saved name; `CheckpointError` for one that is not on the list, and not in ``own``."""
+    """Return the function of a saved name; `CheckpointError` if it is neither on the list nor in ``own``."""
     function = (own or {}).get(name) or functions().get(name) if isinstance(name, str) else None
     if function is not None:
         return function
@@ -100,7 +100,7 @@ def find_function(name: Any, where: str, own: Own | None = None) -> Callable[...
 
 
 def _imported(module: str) -> Any:
-    """The module of a leaf function, or the namespace of a library's operators, which its import fills."""
+    """Return a leaf function's module, or the operator namespace that importing a library fills."""
     if not module.startswith(_OPERATORS):
         return importlib.import_module(module)
     library = module.removeprefix(_OPERATORS)
@@ -109,9 +109,9 @@ def _imported(module: str) -> Any:
 
 
 def encode_graph(graph: fx.Graph) -> list[dict[str, Any]]:
-    """Return a graph as a list of nodes: name, op, target, args, kwargs, and ``"autocast": false`` where it is off.
+    """Return a graph as a list of nodes: name, op, target, args, kwargs, and ``"autocast": false`` if off.
 
-    `CheckpointError` names the node.
+    `CheckpointError` names the node that cannot be saved.
     """
     if not _generates_its_code(graph):
         raise CheckpointError(
@@ -151,7 +151,7 @@ def _encode_node(node: fx.Node) -> dict[str, Any]:
 
 
 def _check_target(op: str, target: str, where: str) -> None:
-    """Check a node that is written or read. (`call_rules` checks what it may be called on.)"""
+    """Check a node's target, on writing and on reading. (`call_rules` checks the values it is called on.)"""
     if op == "placeholder":
         check_argument(target.removeprefix("*").removeprefix("*"), where)
     elif op in ("get_attr", "call_module"):
@@ -161,7 +161,7 @@ def _check_target(op: str, target: str, where: str) -> None:
 
 
 def decode_graph(nodes: list[dict[str, Any]], device: torch.device, own: Own | None = None) -> fx.Graph:
-    """Inverse of `encode_graph`; device constants become ``device``, functions of the user's own those of ``own``."""
+    """Invert `encode_graph`; device constants become ``device``; ``own`` holds the user's own functions."""
     if not isinstance(nodes, list) or not 0 < len(nodes) <= _MOST_NODES:
         raise CheckpointError(f"the graph has no nodes, or more than {_MOST_NODES}: save the model again")
     graph = fx.Graph()
@@ -195,7 +195,7 @@ def decode_graph(nodes: list[dict[str, Any]], device: torch.device, own: Own | N
                 f"{where}: it does not choose between two values by a module's mode, or by what a call leaves out"
             )
         if op == "call_function" and target not in functions() and not isinstance(called, _ALWAYS_LEAVES):
-            node.meta["is_wrapped"] = True  # so that it stays a leaf when the loaded model is traced again
+            node.meta["is_wrapped"] = True  # it stays a leaf if the loaded model is traced again
         if data.get("autocast", True) is not True:
             if data["autocast"] is not False:
                 raise CheckpointError(f"{where}: autocast is either left as it is around the model, or off")
@@ -215,7 +215,7 @@ def _is_choice(node: fx.Node) -> bool:
 
 
 def saved_function_names(graph: fx.Graph) -> dict[fx.Node, str]:
-    """Return the name under which each node's function is saved; `CheckpointError` for one without a name."""
+    """Return the saved name of each node's function; `CheckpointError` for a function without one."""
     return {
         node: saved_name(node.target, place_of(node)) for node in graph.nodes if node.op == "call_function"
     }

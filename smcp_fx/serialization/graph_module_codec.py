@@ -1,4 +1,4 @@
-"""A graph module as JSON and tensors: its graph, its modules, and the plain attributes it carries."""
+"""A graph module as JSON and tensors: its graph, its modules, and its plain attributes."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from smcp_fx.storage.value_codec import decode_value, encode_value
 
 
 def encode_graph_module(module: fx.GraphModule, tensors: TensorWriter) -> dict[str, Any]:
-    """Return what a manifest says of it; `CheckpointError` names the node or module that a file cannot hold."""
+    """Return a module's manifest entries; `CheckpointError` names a node or module that cannot be saved."""
     graph = plain_containers(module.graph)[0]
     attributes = carried_attributes(module)
     if (
@@ -50,7 +50,7 @@ def decode_graph_module(
     root = decode_modules(manifest["modules"], read_values(graph), tensors)
     check_targets(root, graph)
     module = ConvertedModule(root, graph, class_name=check_identifier(name, "the model's class"))
-    # The constructor copies only what the graph refers to, in its own order: restore the rest.
+    # The constructor copies only the members that the graph uses, in its own order: restore all of them.
     for field, value in vars(root).items():
         if field in ("_modules", "_parameters", "_buffers", "_non_persistent_buffers_set", "training"):
             vars(module)[field] = value

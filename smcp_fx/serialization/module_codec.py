@@ -26,7 +26,7 @@ HOOKS = (
     "_load_state_dict_pre_hooks",
     "_load_state_dict_post_hooks",
 )
-#: What every module carries beside its own attributes; the last one is left by `torch.compile`.
+#: Fields of every module beside its own attributes; `torch.compile` leaves the last one.
 MODULE_FIELDS = {*vars(nn.Module()), "_compiled_call_impl"}
 #: Most modules, counted at every path that leads to them.
 _MOST_MODULES = 100_000
@@ -35,7 +35,7 @@ _MOST_MODULES = 100_000
 def encode_modules(root: fx.GraphModule, read: set[str], tensors: TensorWriter) -> list[dict[str, Any]]:
     """Return every module in order, parents before children; a module at a second path refers to the first.
 
-    Attributes that neither its class defines nor the graph reads are left out.
+    Attributes are left out if neither the module's class defines them nor the graph reads them.
     """
     entries: list[dict[str, Any]] = []
     seen: dict[int, str] = {}
@@ -101,7 +101,7 @@ def _encode_module(
 
 
 def decode_modules(entries: list[dict[str, Any]], read: set[str], tensors: Mapping[str, Tensor]) -> nn.Module:
-    """Inverse of `encode_modules`; no constructor runs. `CheckpointError` names the module that does not fit."""
+    """Invert `encode_modules`; no constructor runs. `CheckpointError` names the module that does not fit."""
     modules: dict[str, nn.Module] = {}
     within: list[str] = []  # paths that may still get children
     sizes: dict[int, int] = {}
@@ -176,7 +176,7 @@ def _decode_module(
 
 
 def _check_name(name: Any, where: str) -> str:
-    """Check a name in a module's own tables: one path atom that hides no attribute of `nn.Module`."""
+    """Check a name in a module's own tables: a single path atom that hides no attribute of `nn.Module`."""
     if "." in check_path(name, where) or name in MODULE_FIELDS:
         raise CheckpointError(f"{where}: {name!r} is not a name that a saved model may use")
     return str(name)

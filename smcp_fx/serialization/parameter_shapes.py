@@ -17,7 +17,7 @@ _GATES = {"LSTM": 4, "GRU": 3, "LSTMCell": 4, "GRUCell": 3}
 
 
 def check_shapes(module: nn.Module, where: str) -> None:
-    """Raise `CheckpointError` where a module's tensors do not have the shapes that its attributes require."""
+    """Raise `CheckpointError` if a module's tensors do not have the shapes that its attributes require."""
     expected = next((shapes(module) for kind, shapes in _SHAPES.items() if isinstance(module, kind)), {})
     for name, shape in expected.items():
         tensor = module._parameters.get(name, module._buffers.get(name))

@@ -1,7 +1,6 @@
-"""Models traced in parts as data: the regions' graphs, the layers beside them, and the other tensors by name.
+"""Models traced in parts as data: the regions' graphs, the layers outside them, other tensors by name.
 
-The Python between the regions is not in the file: it is the user's own, and comes with the model that the parts are
-put into.
+The file lacks the Python between the regions: it is the user's, and comes with the model to be filled.
 """
 
 from __future__ import annotations
@@ -31,10 +30,11 @@ _LAYER = "layer"
 
 
 def encode_regions(model: nn.Module, tensors: TensorWriter) -> dict[str, Any]:
-    """Return what a manifest says of a converted model whose regions run as graphs.
+    """Return the manifest entries of a converted model whose regions run as graphs.
 
-    ``regions``: their graphs and how they are called; ``layers``: modules of `torch.nn` outside of them; ``rest``:
-    the names of all other tensors; ``training``: modules in train mode. `CheckpointError` names what cannot be held.
+    ``regions``: their graphs and call forms; ``layers``: modules of `torch.nn` outside of them; ``rest``: the
+    names of all other tensors; ``training``: modules in train mode. `CheckpointError` names the part that
+    cannot be saved.
     """
     regions, layers, rest = [], [], {}
     within: list[str] = []
@@ -63,7 +63,7 @@ def encode_regions(model: nn.Module, tensors: TensorWriter) -> dict[str, Any]:
 
 def _encode_region(path: str, forward: RegionForward, tensors: TensorWriter) -> dict[str, Any]:
     where = f"region {path!r}"
-    module = fx.GraphModule(forward.module, forward.module.graph)  # of the modules that the graph reads alone
+    module = fx.GraphModule(forward.module, forward.module.graph)  # only the modules that the graph reads
     try:
         return {
             "path": path,
@@ -79,7 +79,7 @@ def _encode_region(path: str, forward: RegionForward, tensors: TensorWriter) -> 
 
 
 def _encode_structure(structure: pytree.TreeSpec, where: str) -> Any:
-    """A structure as the numbers of its leaves, in tuples, lists and dicts."""
+    """Encode a structure as tuples, lists and dicts that hold the numbers of its leaves."""
 
     def ordered(value: Any) -> Any:
         if isinstance(value, _CONTAINERS) and type(value) not in _CONTAINERS:
@@ -104,7 +104,7 @@ def _decode_structure(data: Any, where: str) -> pytree.TreeSpec:
 def decode_regions(
     manifest: Mapping[str, Any], tensors: Mapping[str, Tensor], device: torch.device, own: Own | None = None
 ) -> list[tuple[Region, ConvertedModule]]:
-    """Return the regions of a manifest with their modules, which belong to no model yet."""
+    """Return the regions of a manifest, with their modules, which no model holds yet."""
     regions = []
     for entry in manifest["regions"]:
         path = str(entry["path"])
@@ -131,7 +131,7 @@ def put_regions(
 ) -> None:
     """Give a model of the user's class the regions, layers and tensors of a manifest.
 
-    `CheckpointError` where the model does not have what the file says; it may be half changed by then.
+    `CheckpointError` if the model does not match the file; it may be half changed by then.
     """
     for region, part in decode_regions(manifest, tensors, device, own):
         module = _submodule(model, region.path)
@@ -155,7 +155,7 @@ def put_regions(
 
 
 def _put(mine: nn.Module, saved: nn.Module) -> None:
-    """Give a module what the saved one holds. What that does not hold, no graph reads: it stays."""
+    """Copy a saved module's contents into ``mine``. No graph reads the rest of ``mine``: it stays."""
     for table in ("_parameters", "_buffers"):
         for name, tensor in vars(saved)[table].items():
             if name not in vars(mine)[table]:

@@ -179,7 +179,7 @@ def specifications() -> dict[str, dict[str, tuple[str, ...]]]:
 
 
 def class_name(module: nn.Module, where: str) -> str:
-    """Return the name a module's class is saved under; `CheckpointError` for one that is not on the list."""
+    """Return the name under which a module's class is saved; `CheckpointError` if it is not on the list."""
     kind = type(module)
     name = f"{kind.__module__}.{kind.__qualname__}"
     if name not in specifications() or find_class(name, where) is not kind:
@@ -192,7 +192,7 @@ def class_name(module: nn.Module, where: str) -> str:
 
 
 def find_class(name: Any, where: str) -> type[nn.Module]:
-    """Return the module class of a saved name; `CheckpointError` for one that is not on the list."""
+    """Return the module class of a saved name; `CheckpointError` if it is not on the list."""
     if isinstance(name, str) and name in specifications():
         module, _, attribute = name.rpartition(".")
         cls = vars(importlib.import_module(module)).get(attribute)
@@ -210,7 +210,7 @@ def attribute_names(name: str) -> dict[str, bool]:
 
 
 def check_attributes(name: str, attributes: Mapping[str, Any], where: str) -> None:
-    """Raise `CheckpointError` for attributes that are missing, or not of the types of the class."""
+    """Raise `CheckpointError` for attributes that are missing, or whose types the class does not allow."""
     types = specifications()[name]
     for attribute, needed in attribute_names(name).items():
         if attribute not in attributes:
@@ -227,7 +227,7 @@ def check_attributes(name: str, attributes: Mapping[str, Any], where: str) -> No
 
 
 def _told(value: Any) -> str:
-    """Return a value as messages show it, tensors without their numbers: printing them imports modules."""
+    """Return a value as text, tensors without their numbers: printing numbers imports modules."""
     if any(isinstance(leaf, Tensor) for leaf in pytree.tree_leaves(value)):
         return f"a {type(value).__name__} of tensors" if not isinstance(value, Tensor) else "a tensor"
     return ascii(str(value)[:80])

@@ -1,7 +1,7 @@
-"""Closed lists of what a saved model may call and read: operations on tensors and numbers, by name.
+"""Closed lists of the operations and attributes that a saved model may use, on tensors and numbers, by name.
 
-A file cannot reach anything else. The lists hold no function that calls its arguments, opens files, reads raw memory
-or imports, and only methods of tensors and their sizes.
+A file cannot reach anything else. The lists hold no function that calls its arguments, opens files, reads raw
+memory or imports. They hold only methods of tensors and sizes.
 """
 
 from __future__ import annotations
@@ -115,7 +115,7 @@ _FUNCTIONS: dict[ModuleType, str] = {
         "setitem sub truediv truth xor"
     ),
 }
-#: With and without a final underscore, if tensors have both.
+#: Each with and without a final underscore, if tensors have both.
 _METHODS = (
     "abs absolute acos acosh add addbmm addcdiv addcmul addmm addmv addr adjoint all allclose amax amin "
     "aminmax angle any arccos arccosh arcsin arcsinh arctan arctan2 arctanh argmax argmin argsort "
@@ -176,7 +176,7 @@ ATTRIBUTES = {
 #: Methods of other values than tensors: `torch.Size`, and dicts that the model is called with.
 SIZE_METHODS = frozenset(("count", "index", "numel"))
 DICT_METHODS = frozenset(("get", "items", "keys", "values"))
-#: Functions that libraries declare as leaves of tracing, and operators, by the module that defines them.
+#: Operators, and functions that libraries declare as leaves of tracing, by defining module.
 LEAF_FUNCTIONS = {
     "torch.ops.torchvision": "deform_conv2d nms ps_roi_align ps_roi_pool roi_align roi_pool",
     "timm.layers.attention": "maybe_add_mask resolve_self_attn_mask",
@@ -233,7 +233,7 @@ _OTHERS: dict[str, Callable[..., Any]] = {
 
 @lru_cache(maxsize=1)
 def functions() -> dict[str, Callable[..., Any]]:
-    """Return every function that a graph may call, by name, as far as this torch has them."""
+    """Return every function that a graph may call and this version of torch has, by name."""
     by_name: dict[str, Callable[..., Any]] = dict(_OTHERS)
     for space, names in _FUNCTIONS.items():
         for name in names.split():
@@ -245,13 +245,13 @@ def functions() -> dict[str, Callable[..., Any]]:
 
 @lru_cache(maxsize=1)
 def function_names() -> dict[Callable[..., Any], str]:
-    """Return the inverse of `functions`, with the first name of each."""
+    """Return the inverse of `functions`, with each function's first name."""
     return {function: name for name, function in reversed(list(functions().items()))}
 
 
 @lru_cache(maxsize=1)
 def tensor_methods() -> frozenset[str]:
-    """Return every tensor method that a graph may call, as far as this torch has them."""
+    """Return every tensor method that a graph may call and this version of torch has."""
     names = [spelling for name in _METHODS.split() for spelling in (name, f"{name}_")]
     names += [f"{name}_" for name in _IN_PLACE_METHODS.split()]
     return frozenset(name for name in names if callable(getattr(torch.Tensor, name, None)))

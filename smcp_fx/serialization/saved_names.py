@@ -11,7 +11,7 @@ from smcp_fx.errors import CheckpointError
 _IDENTIFIER = re.compile(r"(?!__)[A-Za-z_][A-Za-z0-9_]{0,499}")
 #: Text between two quotes in generated code: no quote, backslash, line break or dot.
 _PATH_ATOM = re.compile(r"(?!__)[A-Za-z0-9_ !#$%&()*+,/:;<=>?@\[\]^`{|}~-]{1,500}")
-#: Names that generated code itself refers to; an argument of that name would shadow them.
+#: Names that generated code itself uses; an argument of the same name would shadow them.
 _TAKEN = frozenset(
     "NoneType builtins device fx_pytree getattr inf math nan operator pytree self slice timm torch "
     "torchvision".split()
@@ -19,12 +19,12 @@ _TAKEN = frozenset(
 
 
 def is_identifier(name: Any) -> bool:
-    """Whether the name may stand in generated code."""
+    """Whether the name may appear in generated code."""
     return isinstance(name, str) and bool(_IDENTIFIER.fullmatch(name)) and not keyword.iskeyword(name)
 
 
 def check_identifier(name: Any, where: str) -> str:
-    """Return a name that may stand in generated code; `CheckpointError` for any other."""
+    """Return a name if it may appear in generated code; `CheckpointError` for any other."""
     if is_identifier(name):
         return str(name)
     raise CheckpointError(
@@ -34,7 +34,7 @@ def check_identifier(name: Any, where: str) -> str:
 
 
 def check_argument(name: Any, where: str) -> str:
-    """Like `check_identifier`, for an argument of the model."""
+    """As `check_identifier`, for an argument of the model."""
     if name in _TAKEN:
         raise CheckpointError(
             f"{where}: the generated code needs the name {name!r} itself; rename the argument"
@@ -43,7 +43,7 @@ def check_argument(name: Any, where: str) -> str:
 
 
 def check_path(path: Any, where: str) -> str:
-    """Return a dotted module path whose parts may stand in generated code; `CheckpointError` for any other."""
+    """Return a dotted module path if its parts may appear in generated code, or raise `CheckpointError`."""
     if isinstance(path, str) and all(_PATH_ATOM.fullmatch(atom) for atom in path.split(".")):
         return path
     raise CheckpointError(

@@ -3,9 +3,9 @@
     pruned.safetensors   every tensor once, shared ones included
     pruned.json          the graph, the leaf modules' classes and attributes, the tensor file's sha256 and its own
 
-No code is stored, and loading evaluates none. A file may name only the functions, tensor methods and attributes of
-`safe_operations` and the module classes of `safe_modules`, which are closed lists, and the autograd functions that
-`load` is given.
+No code is stored, and loading evaluates none. A file may name only the functions, tensor methods and
+attributes of `safe_operations`, the module classes of `safe_modules` (both are closed lists), and the
+autograd functions given to `load`.
 """
 
 from __future__ import annotations
@@ -65,10 +65,10 @@ def save(converted: nn.Module, path: Path | str, *, metadata: Mapping[str, Any] 
     bytes. Attributes that neither a module's class nor the graph reads are left out. Returns the path of the tensor
     file.
 
-    Of a model that was traced in regions the file holds all but its Python: see `load`.
+    The file of a model that was traced in regions lacks the model's Python: see `load`.
 
-    A file holds no classes of outputs: the loaded model returns a tuple for a named tuple and a dict for a dataclass
-    or `ModelOutput`, as a `UserWarning` says. `OrderedDict` stays.
+    A file holds no classes of outputs: the loaded model returns a tuple for a named tuple and a dict for a
+    dataclass or `ModelOutput`; a `UserWarning` says so. `OrderedDict` stays.
 
     Errors: `InputError` for arguments of the wrong kind; `CheckpointError` for a node or module that a file
     cannot hold (both named), and when writing fails.
@@ -118,15 +118,15 @@ def load(
     into: nn.Module | None = None,
     functions: Functions = (),
 ) -> nn.Module:
-    """Read what `save` wrote and return a plain `GraphModule`; tensors and device constants on ``map_location``.
+    """Read a saved model as a plain `GraphModule`, with tensors and device constants on ``map_location``.
 
-    A model that was traced in regions is put into a copy of ``into``, a model of its class made as the original was:
-    the file holds its regions, its other layers and its tensors, but not its Python. ``functions``: the classes
-    derived from `torch.autograd.Function` that the model applies, of which the file holds the names.
+    A model that was traced in regions is loaded into a copy of ``into``, a model of its class made like the
+    original: the file holds its regions, its other layers and its tensors, but not its Python. ``functions``:
+    the classes derived from `torch.autograd.Function` that the model applies; the file has only their names.
 
     Modules are in the modes (train or eval) they were saved in. Raises `CheckpointError` for files that are
-    missing, damaged, not each other's, of another version, or name what a model may not call, and for regions that
-    ``into`` has no place for.
+    missing, damaged, from different saves, or of another version; for names that a model may not use; and for
+    regions without a place in ``into``.
     """
     path = Path(path)
     try:
@@ -146,14 +146,14 @@ def load(
 
 
 def applied_classes(converted: nn.Module) -> list[type[torch.autograd.Function]]:
-    """Return the autograd functions of its own that a converted model applies, which `load` is to be given."""
+    """Return the autograd functions that a converted model applies, and that `load` needs."""
     graphs = [part.graph for part in map(graph_of, converted.modules()) if isinstance(part, fx.GraphModule)]
     targets = (node.target for graph in graphs for node in graph.nodes)
     return list(dict.fromkeys(target.cls for target in targets if isinstance(target, Applied)))
 
 
 def check_savable(converted: nn.Module) -> None:
-    """Raise what `save` would raise for this kind of model; write nothing."""
+    """Raise the error that `save` would raise for this kind of model; write nothing."""
     _encoded(converted, {}, TensorWriter())
 
 
@@ -161,7 +161,7 @@ def _contents(converted: nn.Module, metadata: Mapping[str, Any]) -> tuple[bytes,
     tensors = TensorWriter()
     manifest = _encoded(converted, metadata, tensors)
     try:
-        # Only one entry: safetensors writes several in an order that varies.
+        # Only one metadata entry: safetensors writes several in varying order.
         content = safetensors.torch.save(tensors.stored, {"format": "pt"})
     except (SafetensorError, KeyError, ValueError, RuntimeError) as error:
         raise CheckpointError(f"the tensors cannot be written as safetensors: {error}") from error
@@ -194,7 +194,7 @@ def _encoded(converted: nn.Module, metadata: Mapping[str, Any], tensors: TensorW
             "state_dict(), which smcp_fx.resize takes"
         )
     manifest["tensors"] = tensors.entries
-    try:  # refuse here what could not be loaded
+    try:  # refuse models that could not be loaded
         _try_to_decode(manifest, tensors.stored, own_functions(applied_classes(converted)))
     except CheckpointError:
         raise
@@ -216,7 +216,7 @@ def _try_to_decode(manifest: Mapping[str, Any], stored: Mapping[str, Tensor], ow
 
 
 def _of_class(into: nn.Module | None, manifest: Mapping[str, Any], path: Path) -> nn.Module | None:
-    """A copy of ``into``, if the file needs one; `InputError` where it does not fit the file."""
+    """Return a copy of ``into``, if the file needs one; `InputError` if it does not fit the file."""
     name = str(manifest.get("class"))[:80]
     if "regions" not in manifest:
         if into is not None:
@@ -249,7 +249,7 @@ def _manifest_path(path: Path) -> Path:
 
 
 def render(manifest: Mapping[str, Any]) -> bytes:
-    """Return the JSON, one line per node, module and tensor so that diffs are readable, and its sha256."""
+    """Return the JSON and its sha256; one line per node, module and tensor keeps diffs readable."""
     lines = []
     for key, value in manifest.items():
         if key == "sha256":

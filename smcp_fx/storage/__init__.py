@@ -1,1 +1,1 @@
-"""Files that are whole or absent: writing, tensors with a checksum, values as JSON, random states, versions."""
+"""Files that are complete or absent: text, tensors, values as JSON, random states, versions."""

@@ -1,4 +1,4 @@
-"""Text files written whole or not at all, and JSON from untrusted sources."""
+"""Writes text files completely or not at all, and reads JSON from untrusted sources."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ _CHARACTERS_A_CONTAINER = 6
 
 
 def write_texts(texts: Mapping[Path, str], name: str) -> None:
-    """Write all the texts or none; missing directories are made.
+    """Write all the texts or none; make missing directories.
 
-    Raises `SmcpError` when that fails; earlier files are then untouched. ``name`` names the content in the
+    Raises `SmcpError` if writing fails; earlier files are then untouched. ``name``: the content's name in the
     message.
     """
     beside: dict[Path, Path] = {}
     try:
-        for target in texts:  # or a later rename would fail, after others succeeded
+        for target in texts:  # otherwise a rename could fail after others succeeded
             check_replaceable(target)
         for target, content in texts.items():
             beside[target] = target.with_name(target.name + ".part")
@@ -52,12 +52,12 @@ def write_texts(texts: Mapping[Path, str], name: str) -> None:
 
 
 def check_replaceable(path: Path) -> None:
-    """Raise `OSError` where no file can be put, or where one would take the place of a device or pipe."""
+    """Raise `OSError` if ``path`` cannot hold a file, or if a file would replace a device or pipe."""
     try:
         mode = path.stat().st_mode
     except ValueError as error:
         raise OSError(errno.EINVAL, str(error)) from error
-    except OSError:  # it is not there, or whoever writes it says why it cannot be reached
+    except OSError:  # it is missing, or writing it reports the reason
         return
     if stat.S_ISDIR(mode):
         raise IsADirectoryError(errno.EISDIR, f"{path} is a directory")
@@ -67,7 +67,7 @@ def check_replaceable(path: Path) -> None:
 
 @contextlib.contextmanager
 def locked(file: Path, refusal: str) -> Iterator[None]:
-    """Hold a file's lock; the `InputError` where another process holds it begins with ``refusal``."""
+    """Hold a file's lock; if another process holds it, the `InputError` begins with ``refusal``."""
     with contextlib.ExitStack() as stack:
         try:
             held = stack.enter_context(open(file, "a+", encoding="utf-8"))
@@ -82,7 +82,7 @@ def locked(file: Path, refusal: str) -> Iterator[None]:
 
 
 def read_json(path: Path, error: type[SmcpError], advice: str) -> Any:
-    """Return what a JSON file holds, of whatever type; its strings can be written as UTF-8.
+    """Return the value in a JSON file, of any type; its strings can be written as UTF-8.
 
     ``error`` names the file if it is missing, not text, not JSON, cut off, nested too deep, or would take far more
     memory than its size. ``advice`` ends the message.
@@ -99,7 +99,7 @@ def read_json(path: Path, error: type[SmcpError], advice: str) -> Any:
 
 
 def parse_json(text: str) -> Any:
-    """Return what JSON holds; `ValueError` as `bounded_json`, or if a string cannot be written as UTF-8."""
+    """Return the value of a JSON text; `ValueError` as `bounded_json`, or for a string that is no UTF-8."""
     value = bounded_json(text)
     if "\\u" in text:  # a lone surrogate
         json.dumps(value, ensure_ascii=False).encode()
@@ -107,7 +107,7 @@ def parse_json(text: str) -> Any:
 
 
 def bounded_json(text: str) -> Any:
-    """Return what JSON holds; `ValueError` if it is invalid, too deep, or too dense with lists."""
+    """Return the value of a JSON text; `ValueError` if it is invalid, too deep, or too dense with lists."""
     if (text.count("[") + text.count("{")) * _CHARACTERS_A_CONTAINER > len(text) + 1024:
         raise ValueError("it consists of empty lists and objects")
     try:
@@ -117,7 +117,7 @@ def bounded_json(text: str) -> Any:
 
 
 def brief(value: Any) -> str:
-    """Return a value as messages show it: one line of at most 80 characters."""
+    """Return a value as one line of at most 80 characters, for messages."""
     try:
         shown = repr(value)
     except RecursionError:

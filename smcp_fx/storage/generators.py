@@ -29,7 +29,7 @@ def capture() -> str:
 
 
 def restore(text: str) -> None:
-    """Set this process's generators to what `capture` returned."""
+    """Set this process's generators to states from `capture`."""
     state = json.loads(text)
     torch.set_rng_state(_tensor(state["torch"]))
     version, words, gauss = state["python"]

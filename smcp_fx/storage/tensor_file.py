@@ -19,7 +19,7 @@ from smcp_fx.storage.files import check_replaceable
 
 
 class TensorWriter:
-    """Collects tensors: each object gets one entry, each piece of memory is stored once."""
+    """Collects tensors: each object gets one entry; each piece of memory is stored once."""
 
     def __init__(self) -> None:
         self.entries: list[dict[str, Any]] = []
@@ -30,7 +30,7 @@ class TensorWriter:
         self._memory: dict[Any, str] = {}
 
     def add(self, name: str, tensor: Tensor, where: str) -> str:
-        """Add a tensor as ``name``; return its name, an earlier one if the same object was added before."""
+        """Add a tensor as ``name``; return its name, an earlier one if the object was added before."""
         earlier = self._named.get(id(tensor))
         if earlier is not None:
             return earlier
@@ -63,7 +63,7 @@ class TensorWriter:
 
 
 def dimension_order(tensor: Tensor) -> list[int]:
-    """The dimensions from the slowest to the fastest in memory (channels last: 0, 2, 3, 1)."""
+    """Return the dimensions from the slowest to the fastest in memory (channels last: 0, 2, 3, 1)."""
     strides = tensor.stride()
     order = sorted(range(tensor.dim()), key=lambda dim: -strides[dim])
     dense = torch.empty([tensor.shape[dim] for dim in order], device="meta").stride()
@@ -100,7 +100,7 @@ def restore(
 
 
 def raw(tensor: Tensor) -> Any:
-    """The tensor's bytes, as a NumPy array of uint8."""
+    """Return the tensor's bytes as a NumPy array of uint8."""
     return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
 
 
@@ -157,7 +157,7 @@ def _runs(process: int) -> bool:
 
 
 def _sync_folder(folder: Path) -> None:
-    """Make the renames survive a power cut, where the system allows it."""
+    """Make the renames survive a power cut, if the system allows it."""
     with contextlib.suppress(OSError):
         handle = os.open(folder, os.O_RDONLY)
         try:

@@ -59,7 +59,7 @@ def encode_value(value: Any, where: str, special: Special) -> Any:
 
 
 def decode_value(data: Any, where: str, special: Mapping[str, Special], depth: int = 0) -> Any:
-    """Inverse of `encode_value`; ``special`` maps further tags to their decoders."""
+    """Invert `encode_value`; ``special`` maps further tags to their decoders."""
     if data is None or isinstance(data, (bool, float)):
         return data
     if isinstance(data, int) and abs(data) < _LARGEST:

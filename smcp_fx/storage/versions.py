@@ -12,7 +12,7 @@ _LIBRARIES = ("smcp_fx", "torch", "torchvision", "timm", "safetensors")
 
 
 def library_versions() -> dict[str, str]:
-    """Return the versions that a saved file depends on."""
+    """Return the library versions that a saved file depends on."""
     versions = {"python": platform.python_version()}
     for name in _LIBRARIES:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):

@@ -117,7 +117,7 @@ class Attributes:
         self._modes = [(module, module.training) for module in scripted]
 
     def restore(self, constants: bool = True) -> None:
-        """Undo what was assigned since."""
+        """Undo all assignments since then."""
         for held in self._held:
             held.restore(constants)
         for module, mode in self._modes:  # a scripted module stores its mode elsewhere
@@ -196,7 +196,7 @@ class Assignments:
         return True
 
     def finish(self, graph: fx.Graph) -> None:
-        """Write what was assigned."""
+        """Write the assigned values into their buffers at the end of the graph."""
         for write in self._writes:
             graph.output_node().prepend(write)
 

@@ -96,7 +96,7 @@ def _any_proxy(*trees: Any) -> bool:
 
 
 class Applied:
-    """Applies a class; with the names by which fx writes a function down, and a pickle that refers to the class."""
+    """Applies an autograd class. Has the names by which fx writes a function, and pickles by the class."""
 
     def __init__(self, cls: Any, alone: bool) -> None:
         self.cls, self._alone = cls, alone

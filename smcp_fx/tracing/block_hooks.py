@@ -1,6 +1,6 @@
 """Hooks on blocks whose forward a graph holds.
 
-A graph calls layers. It holds a block's operations, but never calls the block, nor hooks on it. While a block has
+A graph calls layers. It holds a block's operations, but never calls the block or its hooks. While a block has
 hooks, its operations run as a call of the block:
 
     before   a = conv(x);  b = relu(a);  y = b + x               (all made in `layer1`)
@@ -50,7 +50,7 @@ class _Numbered:
 
 @dataclass(frozen=True)
 class _Tree:
-    """Nested values, those of nodes as `_Numbered`."""
+    """Nested values, with `_Numbered` in the places of nodes."""
 
     leaves: tuple[Any, ...]
     structure: pytree.TreeSpec
@@ -76,7 +76,7 @@ class _Tree:
 
 
 def note_call(key: str, arguments: Any, returned: Any) -> None:
-    """Record on the nodes the arguments of a module's call, as (args, kwargs), and its result."""
+    """Note a module call's arguments, as (args, kwargs), and its result on the first returned node."""
     nodes = [leaf.node for leaf in leaves_of(returned) if isinstance(leaf, Proxy)]
     trees = [_tree(value) for value in (arguments, returned)]
     if nodes and None not in trees:
@@ -97,7 +97,7 @@ def _number(value: Proxy) -> int:
 
 
 def merge_notes(made: fx.Node, nodes: Iterable[fx.Node]) -> None:
-    """Merge into a node the records of the traces' nodes that it was made of."""
+    """Merge the notes of the traces' nodes into the node that was made from them."""
     others = [node for node in nodes if node is not made]
     for node in others:
         if _CALLS in node.meta:
@@ -106,13 +106,13 @@ def merge_notes(made: fx.Node, nodes: Iterable[fx.Node]) -> None:
 
 
 def merge_numbers(made: fx.Node, nodes: Iterable[fx.Node]) -> None:
-    """Give the node the numbers of these nodes, too."""
+    """Add the numbers of ``nodes`` to the node's own."""
     numbers = {number for node in (made, *nodes) for number in node.meta.get(_NUMBERS, ())}
     if numbers:
         made.meta[_NUMBERS] = tuple(numbers)
 
 
-#: By graph module: the number of hooks that there were, the code, and what to run in its place, at the last call.
+#: By graph module, as of its last call: the next hook's id, the code, and the replacement to run.
 _SEEN: weakref.WeakKeyDictionary[nn.Module, tuple[int, str, fx.GraphModule | None]] = (
     weakref.WeakKeyDictionary()
 )
@@ -122,7 +122,7 @@ def with_hooks(module: fx.GraphModule, root: str = "") -> fx.GraphModule | None:
     """A replacement for the module's call that runs the hooks on its blocks; None if no block has hooks.
 
     ``root``: the path of the module whose forward the graph holds, if it is only a part of the graph module.
-    Warns of hooks that cannot be called. Costs a look-up where no hook was registered since the last call.
+    Warns of hooks that cannot be called. Costs one look-up if no hook was registered since the last call.
     """
     seen, now = _SEEN.get(module), RemovableHandle.next_id
     if seen is None or seen[0] != now or seen[1] is not module._code:
@@ -134,7 +134,7 @@ def with_hooks(module: fx.GraphModule, root: str = "") -> fx.GraphModule | None:
 
 
 def call(module: fx.GraphModule, run: Callable[..., Any], args: Any, kwargs: Any, root: str = "") -> Any:
-    """``run(*args, **kwargs)``, a call of the graph module, in which hooks on its blocks are called, too."""
+    """Call the graph module by ``run(*args, **kwargs)``, and the hooks on its blocks with it."""
     instead = with_hooks(module, root)
     if instead is None:
         return run(*args, **kwargs)
@@ -268,7 +268,7 @@ class _BlockCall:
 
 
 def call_block(block: _BlockCall, *values: Any) -> Any:
-    """What a graph calls."""
+    """The function that a graph calls to run a block."""
     return block(*values)
 
 
@@ -352,7 +352,7 @@ def _inside(graph: fx.Graph, key: str, path: str, inputs: set[fx.Node]) -> set[f
     inside -= inputs
     own = f"{path}."
     for node in graph.nodes:
-        if is_by_mode(node):  # it stands where it is read, and belongs to the module that it asks
+        if is_by_mode(node):  # it is placed at its reader, but belongs to the module it asks
             owner = str(node.args[0].target).removesuffix("training")
             mine = owner.startswith(own) and (node in inside or bool(inside & {*node.all_input_nodes}))
             (inside.add if mine else inside.discard)(node)

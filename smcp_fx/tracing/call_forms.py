@@ -45,7 +45,7 @@ class Form:
 
 
 def parameters_of(model: nn.Module) -> list[inspect.Parameter]:
-    """The arguments of forward; none if they are unknown, as of a script."""
+    """The arguments of forward; none if they are unknown, as for a scripted module."""
     try:
         return [*inspect.signature(model.forward).parameters.values()]
     except (TypeError, ValueError):
@@ -53,7 +53,7 @@ def parameters_of(model: nn.Module) -> list[inspect.Parameter]:
 
 
 def is_option(value: Any) -> bool:
-    """Is it one of a few, which forward compares and branches on? (With numbers it computes.)"""
+    """Is it one of a few values that forward branches on? (A number is none: forward computes with it.)"""
     return value is None or isinstance(value, _OPTIONS)
 
 
@@ -64,7 +64,7 @@ def is_constant(value: Any) -> bool:
 
 
 def has_name(default: Any) -> bool:
-    """Can a graph's code name this default? Not tensors and objects."""
+    """Can a graph's code write this default? (It cannot write tensors and other objects.)"""
     kinds = (*fx.node.base_types, enum.Enum, type(None))
     return isinstance(default, kinds) and not isinstance(default, Tensor)
 

@@ -34,7 +34,7 @@ def computed_value(
 ) -> Any:
     """The value of the last of these nodes in eval mode. They only read parameters, and write nothing.
 
-    ``replaced``: values to use in place of what these nodes read.
+    ``replaced``: given values of some nodes, which are not computed.
     """
     values: dict[fx.Node, Any] = {}
     for node in nodes:

@@ -98,7 +98,7 @@ class Contexts:
         signature = inspect.signature(kind.__init__)
         make, enter, leave = kind.__init__, kind.__enter__, kind.__exit__
         asked: dict[int, bool] = {}
-        kept: list[Any] = []  # so that no other gets its id
+        kept: list[Any] = []  # so that no other context gets its id
 
         def made(context: Any, *args: Any, **kwargs: Any) -> None:
             make(context, *args, **kwargs)
@@ -174,7 +174,7 @@ def detach_frozen(
             frozen.remove(node)
             del node.meta[NO_GRAD]
         elif node.target is operator.getitem and source in frozen and not _is_tensor(values, source):
-            frozen.add(node)  # a part of several tensors, which no operation makes
+            frozen.add(node)  # it only takes a tensor out of the source's result
     for node in [n for n in graph.nodes if n in frozen]:
         readers = [user for user in node.users if user not in frozen and has_tensors(values.get(user.name))]
         if readers and has_tensors(values.get(node.name)):

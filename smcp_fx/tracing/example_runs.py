@@ -34,7 +34,7 @@ def run_eager(model: nn.Module, inputs: tuple[Any, ...], run: Callable[..., Any]
         model.eval()
         call = getattr(model, "by_place", model) if run is None else run
         output = call(*inputs)
-        return pytree.tree_map(lambda v: v, output)  # a dict that the model keeps is emptied again
+        return pytree.tree_map(lambda v: v, output)  # new containers: the model's own dict is emptied
 
 
 class Recorder(ModeInterpreter):
@@ -88,7 +88,7 @@ def record(module: fx.GraphModule, inputs: tuple[Any, ...]) -> tuple[Any, dict[s
 def in_all_modes(
     when: Mapping[fx.Node, Condition], run: Callable[[Mapping[str, bool]], dict[str, Any]]
 ) -> dict[str, Any]:
-    """The values of all nodes: of those that eval mode runs by ``run({})``, then in the modes that run the others.
+    """The values of all nodes: first run eval mode by ``run({})``, then the modes that run the other nodes.
 
     ``when`` says which modes run a node; a node that no mode runs has the value None.
     """
@@ -143,7 +143,7 @@ def outputs_of_modules(model: nn.Module, inputs: tuple[Any, ...]) -> dict[str, A
     ]
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of a graph, which does not call all of them
+            warnings.simplefilter("ignore")  # a graph warns of hooks that it does not call
             run_eager(model, inputs)
     finally:
         for hook in hooks:

@@ -18,7 +18,7 @@ def in_library(frame: FrameType) -> bool:
 
 
 def instruction_of(frame: FrameType) -> dis.Instruction | None:
-    """The frame's present instruction."""
+    """The frame's current instruction."""
     return _instruction(frame.f_code, frame.f_lasti)
 
 

@@ -21,7 +21,7 @@ from smcp_fx.errors import TraceError
 from smcp_fx.tracing.constant_values import ancestors
 from smcp_fx.tracing.contexts import same_gradients
 
-_ASKED = {"requires_grad": True, "is_leaf": False}  # and whether the answer is that gradients are kept
+_ASKED = {"requires_grad": True, "is_leaf": False}  # with the answer if gradients are kept
 
 
 #: A graph, and the tensors that are constants in it, by the names of their nodes' targets.
@@ -48,7 +48,7 @@ class GradientQuestions:
         return self.answer is _ASKED[str(node.args[1])]
 
     def enabled(self, where: str) -> bool:
-        """The same for `torch.is_grad_enabled()`."""
+        """The answer to `torch.is_grad_enabled()`, recorded in the same way."""
         self.asked.append(where)
         return self.answer
 
@@ -57,7 +57,7 @@ class GradientQuestions:
         return bool(self._nodes) and not self._nodes.isdisjoint(ancestors(node))
 
     def compare(self, without: Traced, kept: Traced) -> None:
-        """Raise `TraceError` where the graphs differ; else nodes keep gradients where those of ``kept`` do."""
+        """Raise `TraceError` if the graphs differ; else nodes keep gradients where those of ``kept`` do."""
         left, right = (list(graph.nodes) for graph, _ in (without, kept))
         twin = dict(zip(right, left, strict=False))
         same = len(left) == len(right)
@@ -98,7 +98,7 @@ def _equal(first: Tensor, second: Tensor) -> bool:
 def checkpoints_called(*, every: bool = False) -> Iterator[None]:
     """While it is entered, `torch.utils.checkpoint` only calls its function, if it is being traced.
 
-    ``every``: everywhere.
+    ``every``: also if it is not being traced.
     """
     reentrant, generator = (vars(torch_checkpoint)[name] for name in ("CheckpointFunction", _GENERATOR))
 

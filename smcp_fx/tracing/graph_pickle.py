@@ -24,14 +24,14 @@ _KEPT_NOTES = ("is_wrapped", NO_AUTOCAST)
 
 @dataclass(frozen=True)
 class _Place:
-    """Stands for the node of this number."""
+    """A placeholder for the node of this number."""
 
     number: int
 
 
 @dataclass(frozen=True)
 class _Named:
-    """Stands for the function that this module holds by this name."""
+    """A placeholder for the function that this module holds by this name."""
 
     module: str
     name: str
@@ -39,12 +39,12 @@ class _Named:
 
 @dataclass(frozen=True)
 class _Operator:
-    """Stands for an operator of `torch.ops`, such as "torchvision.nms" or "aten.add.Tensor"."""
+    """A placeholder for an operator of `torch.ops`, such as "torchvision.nms" or "aten.add.Tensor"."""
 
     name: str
 
     def find(self) -> Any:
-        """The operator; importing the library of its name, where there is one, registers it."""
+        """Find the operator; importing the library of its name, if there is one, registers it."""
         operator: Any = torch.ops
         with contextlib.suppress(ImportError):
             importlib.import_module(self.name.partition(".")[0])
@@ -67,7 +67,7 @@ def listed(graph: fx.Graph, where: str) -> list[tuple[Any, ...]]:
 
 
 def _by_reference(target: Any) -> Any:
-    """A function that pickle would not find: the qualified name of `functional.max_pool2d` is that of a closure."""
+    """Name a function that pickle would not find: the `__qualname__` of `F.max_pool2d` is a closure's."""
     if isinstance(target, OpOverload | OpOverloadPacket):
         return _Operator(str(target))
     module, name = (getattr(target, key, None) for key in ("__module__", "__name__"))
@@ -80,7 +80,7 @@ def _by_reference(target: Any) -> Any:
 
 
 def check_pickles(value: Any, where: str) -> None:
-    """Raise `CheckpointError` for what `pickle` refuses: functions and classes that no module holds by name."""
+    """Raise `CheckpointError` if `pickle` refuses it: functions and classes that no module holds by name."""
     try:
         pickle.Pickler(io.BytesIO()).dump(value)
     except Exception as error:  # what it raises depends on the object

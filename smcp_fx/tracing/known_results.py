@@ -21,7 +21,7 @@ _ARITHMETIC = frozenset("add div dropout gelu mul relu sigmoid silu stochasticde
 #: Operations on one tensor, and its weight.
 _LAYERS = frozenset("batchnorm groupnorm layernorm linear roll softmax".split())
 _ATTENTION = "scaleddotproductattention"
-#: Operations that the meta device runs fast, and fake tensors do not; beside movements and joins.
+#: Operations, besides movements and joins, that are fast on the meta device but slow on fake tensors.
 _FAST = frozenset("bmm matmul mm pad".split())
 
 
@@ -77,7 +77,7 @@ def _layer(name: str | None, module: nn.Module | None, x: Tensor, args: Any) -> 
 
 
 def of_fake_tensors(node: fx.Node, module: nn.Module | None, args: Any, kwargs: Any) -> Any:
-    """The same for fake tensors of one device: movements run, too, on plain tensors on the meta device."""
+    """`known_result` for fake tensors of one device; also runs movements, on plain meta tensors."""
     name = operation_name(node, module)
     moves = module is None and (has(name, Trait.MOVES | Trait.JOINS) or name in _FAST)
     if not (moves or name in _ARITHMETIC or name in _LAYERS) or _writes(node, kwargs):

@@ -1,4 +1,4 @@
-"""Which sizes the model fixes, and the number of parts of `split` and `unbind` with them, as far as its code tells.
+"""Finds which sizes the model's code fixes, and from them how many parts `split` and `unbind` give.
 
 q, k, v = qkv.reshape(b, n, 3, h, d).permute(2, 0, 3, 1, 4).unbind(0)     three, whatever the input
 for tile in x.split(8, dim=3)                                             as many as the width holds
@@ -17,7 +17,7 @@ from smcp_fx.tracing.operations import operation_name, operation_of
 from smcp_fx.tracing.traits import Trait, has
 
 _SPLITS = {"split", "unbind", "chunk", "unsafesplit", "unsafechunk"}
-#: Operations beside those on each value that keep the size of every dimension.
+#: Operations, besides element-wise ones, that keep the size of every dimension.
 _SAME_SIZES = frozenset(
     "softmax logsoftmax contiguous batchnorm layernorm groupnorm instancenorm rmsnorm normalize prelu".split()
 )
@@ -59,7 +59,7 @@ class FixedSizes:
         return not self.is_fixed(_source(node), self._dim(node))
 
     def number_of_parts(self, node: fx.Node, proxy: Callable[[fx.Node], Any]) -> Any:
-        """The number of parts of such a node, as a number of the graph (``proxy`` makes a node's proxy)."""
+        """The number of parts of a split, as a number of the graph (``proxy`` makes a node's proxy)."""
         size = proxy(_source(node)).size(self._dim(node))
         name, asked = self._name(node), _asked(node)
         if name == "unbind":
@@ -201,7 +201,7 @@ class FixedSizes:
         return None, range(0)
 
     def is_multiple(self, node: fx.Node, dim: int, step: Any) -> bool:
-        """Is the tensor made so large (`zeros(b, c, 2 * h, w)`) that the step divides its size at any input?"""
+        """Does the step divide the size for every input, as in `zeros(b, c, 2 * h, w)` with step 2?"""
         while node in self.written:
             node = self.written[node]
         if type(step) is not int or self._name(node) not in _SIZED - {"view", "reshape"}:

@@ -1,7 +1,7 @@
 """One graph from the traces of a model in several modes of its modules.
 
-The graph holds each operation once, whether all or some of the traces run it. If the traces give it different
-arguments, a flag or `by_mode` nodes choose one, by the decisions made before (`smcp_fx.tracing.mode_paths`) in order.
+The graph holds each operation once, whether all or some traces run it. If its arguments differ by trace,
+a flag or `by_mode` nodes choose one, following the earlier decisions in order (`smcp_fx.tracing.mode_paths`).
 """
 
 from __future__ import annotations
@@ -71,9 +71,9 @@ def merged(
     values: Callable[[ModeTrace], dict[str, Any]],
     forms: Sequence[Form] = (),
 ) -> fx.Graph:
-    """Merge the traces into the first one's graph; ``values`` gives those of a trace's nodes, where they are needed.
+    """Merge the traces into the first one's graph; ``values`` computes a trace's node values when needed.
 
-    ``forms``: the calls without optional arguments that were traced, too.
+    ``forms``: the traced calls that leave out optional arguments.
     Raises `UnexplainedError`, with all graphs as they were, if no decision explains a difference.
     """
     steps = in_steps(model, traces, paths, values)
@@ -90,11 +90,11 @@ def merged(
 
 
 class _Chooser:
-    """Finds each step's arguments: where traces differ, which flags choose."""
+    """Finds each step's arguments, and the flags that choose between them where traces differ."""
 
     def __init__(self, traces: Sequence[ModeTrace], paths: Paths, steps: list[Step]) -> None:
         self.traces, self.paths, self.steps = traces, paths, steps
-        self.returned: dict[_Returned, list[tuple[Path, Any]]] = {}  # by the frame's decisions
+        self.returned: dict[_Returned, list[tuple[Path, Any]]] = {}  # with the decisions inside the frame
         self._step_of = {node: index for index, step in enumerate(steps) for node in step.nodes.values()}
 
     def choose(self) -> dict[_Returned, Any]:
@@ -129,7 +129,7 @@ class _Chooser:
             raise UnexplainedError(readers - self.paths.leaking) from None
 
     def _all(self, number: int, node: fx.Node) -> Any:
-        """A whole output."""
+        """A whole output in terms common to all traces."""
         places = count()
         return fx.node.map_aggregate(node.args[0], lambda leaf: self._told(number, node, next(places), leaf))
 
@@ -212,7 +212,7 @@ class _Writer:
         return with_branches(self.graph)
 
     def _in_order(self) -> list[Step]:
-        """The steps in every trace's order, each after all steps that it may read."""
+        """The steps in an order that fits every trace, each after all steps that it may read."""
         after: list[set[int]] = [set() for _ in self.steps]
         last: dict[int, int] = {}
         for number, step in enumerate(self.steps):
@@ -264,7 +264,7 @@ class _Writer:
         )
 
     def _written(self, node: fx.Node, value: Any) -> Any:
-        """A chosen value as an argument; its choices stand before the node."""
+        """A chosen value as an argument; nodes that choose it are written before ``node``."""
         if isinstance(value, _Returned):
             return self._written(node, self.returned[value])
         if isinstance(value, _Result):
@@ -294,7 +294,7 @@ class _Writer:
     # ---- nodes that run for their effect ----------------------------------------------------------------
 
     def _keep_effects(self) -> None:
-        """Keep a mode's effects, even without readers: a batch norm counts, a random number is drawn."""
+        """Keep nodes that a mode runs for their effect: a batch norm counts, a random number is drawn."""
         step_of = {step.made: step for step in self.steps}
         # The nodes that each trace needs, as far as known.
         runs: list[set[fx.Node]] = [set() for _ in self.traces]
@@ -329,7 +329,7 @@ class _Writer:
         self._chosen_after(node, node, flag, sides)
 
     def _when(self, node: fx.Node, cases: list[Path]) -> tuple[str, Any, Any]:
-        """A flag, and the content of each of its modes: the node, None, or another such pair."""
+        """A flag, and for each of its two values: the node, None, or a nested choice of the same form."""
         if not all(cases):
             return "", node, node
         sides: list[Any] = []
@@ -340,7 +340,7 @@ class _Writer:
         return cases[0][0][0], *sides
 
     def _chosen_after(self, point: fx.Node, node: fx.Node, flag: str, sides: Sequence[Any]) -> fx.Node:
-        """Write this choice after the point, its parts first."""
+        """Write the choice after ``point``, its nested choices first."""
         values = []
         for side in sides:
             if isinstance(side, tuple):
@@ -368,7 +368,7 @@ class _Writer:
                     )
 
     def _flag(self, owner: str) -> fx.Node:
-        """The node that reads `training` of a module, or which arguments are left out."""
+        """The node that reads a module's `training`, or that tells which arguments are left out."""
         for other in self.graph.nodes:
             if is_flag(other) and owner_of_flag(other) == owner:
                 flag: fx.Node = other
@@ -383,7 +383,7 @@ class _Writer:
 
 
 def _of_a_choice(node: fx.Node) -> dict[str, Any]:
-    """The notes of a choice: it has gradients and is not opaque, whichever nodes it chooses between."""
+    """The meta of a choice: the node's, but a choice has gradients and is never opaque or frozen."""
     return {key: value for key, value in node.meta.items() if key not in (NO_GRAD, OPAQUE, FROZEN)}
 
 

@@ -93,7 +93,7 @@ class Paths:
         return calls[number]
 
     def points(self, trace: ModeTrace) -> dict[fx.Node, Any]:
-        """Each node's place in the program: equal for nodes of two traces that one run of a line makes."""
+        """Each node's place in the program: equal in two traces if the same run of a line made the nodes."""
         points: dict[fx.Node, Any] = {}
         seen: dict[Any, int] = {}
         for node in trace.graph.nodes:
@@ -109,7 +109,7 @@ class Paths:
         return self._distinct(read[1:] for read in self._of_frame(trace.log, number))
 
     def escaped(self, trace: ModeTrace, node: fx.Node, operand: fx.Node, shared: set[int]) -> set[str]:
-        """The modules with decisions from whose forward the argument came without being returned."""
+        """The modules with decisions whose forward let the argument out other than by returning it."""
         if not trace.log.asked or operand.op == "get_attr":  # any module may read the model's own tensors
             return set()
         around, inside = _around(trace, node), _around(trace, operand)
@@ -200,7 +200,7 @@ class Exploring:
         return True
 
     def complete(self) -> None:
-        """Trace what is missing."""
+        """Trace until no way is missing."""
         while True:
             leaks = self.paths.leaks(self.traces)
             if leaks:
@@ -229,7 +229,7 @@ class Exploring:
         return untraced
 
     def _trace(self, missing: dict[frozenset[tuple[str, bool]], Modes]) -> None:
-        """Trace the first missing way, together with those that belong to it."""
+        """Trace the first missing way, together with all others that are compatible with it."""
         way, modes = next(iter(missing.items()))
         wanted = dict(way)
         for other in missing:

@@ -139,7 +139,7 @@ def made_beside(node: fx.Node, made: fx.Node) -> None:
 
 
 def returned_instead(reader: fx.Node, operand: fx.Node, other: fx.Node) -> None:
-    """Treat an argument of the reader as returned by the frames that returned the other."""
+    """Treat the reader's argument ``other`` as returned by the frames that returned ``operand``."""
     if VIA in reader.meta:
         reader.meta[VIA] = {
             index: (other if source is operand else source, frames)
@@ -148,7 +148,7 @@ def returned_instead(reader: fx.Node, operand: fx.Node, other: fx.Node) -> None:
 
 
 def leaves(node: fx.Node) -> list[Any]:
-    """A node's arguments, taken apart; those inside slices, too."""
+    """The leaves of a node's arguments, also those inside slices."""
     values: list[Any] = []
     fx.node.map_aggregate((node.args, node.kwargs), values.append)
     return values

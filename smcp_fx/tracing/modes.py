@@ -73,7 +73,7 @@ def form_key(names: Iterable[str]) -> str:
 
 
 def require_one_mode(graph: fx.Graph, paths: list[str]) -> None:
-    """Let the graph refuse to run unless these modules are all in one mode."""
+    """Make the graph refuse to run unless these modules are all in one mode."""
     names = listed_paths(paths)
     flags: list[fx.Node] = []
     for path in paths:

@@ -43,7 +43,7 @@ class MultiplyAdds(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def _product(left: int) -> Callable[[Sequence[Any], Tensor], int]:
-    """Of a product of matrices; ``left``: the place of its left factor, whose last dimension is summed over."""
+    """Count a matrix product; ``left``: the place of the left factor, whose last dimension is summed over."""
     return lambda args, result: result.numel() * int(args[left].shape[-1])
 
 
@@ -74,7 +74,7 @@ def _recurrent(args: Sequence[Any], result: Tensor) -> int:
 
 
 def _trilinear(args: Sequence[Any], result: Tensor) -> int:
-    """Of a bilinear layer: [images, in1] and [images, in2] through a weight [out, in1, in2]."""
+    """A bilinear layer: [images, in1] and [images, in2] through a weight [out, in1, in2]."""
     return int(args[0].numel() // args[0].shape[-1]) * int(args[1].numel())
 
 

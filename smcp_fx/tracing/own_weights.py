@@ -107,7 +107,7 @@ def settle(module: nn.Module, name: str, value: nn.Parameter) -> None:
 
 
 def _end_parametrisation(module: nn.Module, lists: nn.Module, name: str) -> None:
-    """As torch removes a parametrisation, except for the class, which copies of the module share."""
+    """Remove a parametrisation as torch does, but never edit the class, which copies of the module share."""
     injected = parametrize.is_parametrized(module)  # a graph's module only holds tensors that the graph reads
     before = parametrize.type_before_parametrizations(module)
     del lists._modules[name]
@@ -123,7 +123,7 @@ def _end_parametrisation(module: nn.Module, lists: nn.Module, name: str) -> None
 
 def forward_with_weight(module: nn.Module, weight: Tensor, *args: Any, **kwargs: Any) -> Any:
     """Call ``module`` with another tensor in place of its ``weight``."""
-    kind = type(module) if not has_hooks(module) else None  # they are called with the module
+    kind = type(module) if not has_hooks(module) else None  # hooks need a call of the module
     args = args or (kwargs.pop("input"),)
     if kind in (nn.Conv1d, nn.Conv2d, nn.Conv3d):
         return module._conv_forward(args[0], weight, module.bias)  # type: ignore[operator]

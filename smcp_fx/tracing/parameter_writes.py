@@ -105,7 +105,7 @@ class _Write:
         ]
 
     def refused(self) -> str:
-        """Why the write must stay; empty if it need not stay."""
+        """Why the write cannot be settled; empty if it can."""
         value = self._value()
         if value is None or not self.later:
             return "and not read afterwards"
@@ -150,7 +150,7 @@ class _Write:
         return computed_value(self.model, before, dict.fromkeys(self.reads, held))
 
     def settle(self, adopt: Callable[[fx.Node], None]) -> None:
-        """Rewrite the graph."""
+        """Rewrite the graph so that later readers read the written value."""
         value = self._value()
         assert value is not None
         operation: Any = value[0]

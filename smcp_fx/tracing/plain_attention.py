@@ -56,7 +56,7 @@ def forward_of(
 def attend(
     module: Any, value: Callable[[Any], torch.Tensor], /, *args: Any, **kwargs: Any
 ) -> tuple[Any, Any]:
-    """The result of the module's forward for such a call."""
+    """The result of the module's forward, computed by plain operations."""
     arguments = {**dict(zip(_NAMES, args, strict=False)), **kwargs}
     rank = value(arguments["query"]).dim()
     sources = [arguments[name] for name in _NAMES[:3]]
@@ -114,7 +114,7 @@ def attend_by_function(
 
 
 def _alike(move: Callable[[Any], Any], sources: list[Any]) -> list[Any]:
-    """Equal tensors stay the same object."""
+    """Move each source; a tensor that occurs several times is moved once, and stays one object."""
     moved: dict[int, Any] = {}
     for source in sources:
         if id(source) not in moved:
@@ -142,7 +142,7 @@ def _projected(module: Any, sources: list[Any]) -> list[Any]:
 
 
 def _masks(module: Any, named: dict[str, Any], value: Callable[[Any], torch.Tensor], query: Any) -> list[Any]:
-    """The bias that is added to the scores [images, heads, queries, keys]."""
+    """The masks, as biases to add to the scores [images, heads, queries, keys]."""
     masks = []
     for name in ("attn_mask", "key_padding_mask"):
         mask = named.get(name)
@@ -165,7 +165,7 @@ def _masks(module: Any, named: dict[str, Any], value: Callable[[Any], torch.Tens
 def slow_path() -> Iterator[None]:
     """While it is entered, transformer layers call their parts instead of one fused function.
 
-    Nor do they ask whether two masks are of one type.
+    They also skip the question whether two masks are of one type.
     """
     before, asked = torch.backends.mha.get_fastpath_enabled(), F._none_or_dtype
     torch.backends.mha.set_fastpath_enabled(False)

@@ -1,7 +1,7 @@
-"""Functions of autograd whose backward equals autograd's own for their forward: they are written to save memory.
+"""Finds autograd functions whose backward equals autograd's own for their forward, and only saves memory.
 
-They are traced through (a user's layer norm, a swish that recomputes, reversible blocks, which take modules). Others
-stay calls: straight-through estimators, gradient reversals, functions written in another language.
+They are traced through (a user's layer norm, a swish that recomputes, reversible blocks, which take modules).
+Others stay calls: straight-through estimators, gradient reversals, functions written in another language.
 """
 
 from __future__ import annotations

@@ -27,7 +27,7 @@ from smcp_fx.tracing.plain_attention import attend_by_function
 from smcp_fx.tracing.sentences import express
 from smcp_fx.tracing.trees import leaf_class, leaves_of
 
-#: Functions of numpy on single numbers that give what Python's own give; those of `_FLOATS` as a float.
+#: Functions of numpy that give the same as Python's for single numbers; those in `_FLOATS` give a float.
 _OF_NUMBERS: dict[str, Callable[..., Any]] = {
     "add": operator.add, "subtract": operator.sub, "multiply": operator.mul, "divide": operator.truediv,
     "floor_divide": operator.floordiv, "remainder": operator.mod, "power": operator.pow,
@@ -35,14 +35,14 @@ _OF_NUMBERS: dict[str, Callable[..., Any]] = {
     "less": operator.lt, "less_equal": operator.le, "greater": operator.gt, "greater_equal": operator.ge,
     "equal": operator.eq, "not_equal": operator.ne,
 }  # fmt: skip
-#: Kinds of tensors with which no network is traced.
+#: Questions about kinds of tensors that no traced network has.
 _NEVER = {"is_mkldnn", "is_nested", "is_quantized", "is_sparse", "is_sparse_csr"}
 _FLOATS = {"ceil", "floor", "trunc"}
 _PRODUCT = math.prod  # taken here, as those above: while torch.fx traces, `math` holds other functions
 
 
 class AnsweringProxy(Proxy):
-    """Python's questions, answered by the node's value on the example inputs."""
+    """Answers Python's questions by the node's value on the example inputs."""
 
     tracer: Any  # the `ShapeTracer` that it comes from
 
@@ -147,7 +147,7 @@ class AnsweringProxy(Proxy):
         return format(repr(self) if in_library(sys._getframe(1)) else self._text(), form)
 
     def _text(self) -> str:
-        """The name of a type or device. Sizes are not fixed just for a message."""
+        """The name of a type or device, else a description: a message must not fix a size."""
         asked = vars(self).get("attr")  # nor are values computed for a message
         named = asked in ("dtype", "device", "layout") or (asked is None and self.node.target == "type")
         return str(self.tracer.number(self)) if named else f"<{express(self.node)} of the traced graph>"

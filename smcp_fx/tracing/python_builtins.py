@@ -1,8 +1,8 @@
 """Stand-ins, while a model is traced, for functions that would turn a proxy into a plain number and freeze a size.
 
-`torch.zeros(x.shape[0], 3)` and `torch.finfo(x.dtype).min` become nodes, and in the files of the model's own modules
-`int(h / 2)`, `float(h)` and `len(x)`. So do methods of constants that take no proxy: `torch.ones(1).type(x.type())`.
-Without a proxy among their arguments, they just run.
+`torch.zeros(x.shape[0], 3)` and `torch.finfo(x.dtype).min` become nodes. So do `int(h / 2)`, `float(h)` and
+`len(x)` in the files of the model's own modules, and methods of constants that take no proxy, as in
+`torch.ones(1).type(x.type())`. Calls without a proxy among their arguments just run.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _TRUNCATED = math.trunc  # taken here: while torch.fx traces, `math` holds other
 
 
 class StandIns:
-    """While it is entered, the stand-ins are in place; at the end everything is restored."""
+    """A context manager that puts the stand-ins in place, and restores everything at its end."""
 
     def __init__(self, tracer: Any, model: nn.Module) -> None:
         self.tracer = tracer
@@ -79,7 +79,7 @@ class StandIns:
         self._wanted += drawing(self._drawn, spaces)
 
     def __enter__(self) -> None:
-        # dynamo keeps the functions that it finds when it is loaded: torch's, not a stand-in
+        # dynamo keeps the functions that it finds when it is loaded: load it before there are stand-ins
         importlib.import_module("torch._dynamo")
         for space, name, value in self._wanted:
             before = space.cell_contents if isinstance(space, CellType) else vars(space).get(name, self)
@@ -135,7 +135,7 @@ class StandIns:
         return issubclass(self.tracer.kind(value) if isinstance(value, Proxy) else type(value), Tensor)
 
     def _type_of(self, stand_ins: dict[type, type]) -> Callable[..., type]:
-        """`type(n) is int`, if a stand-in replaces `int`."""
+        """A `type` with which `type(n) is int` holds even if a stand-in replaces `int`."""
 
         def kind(*args: Any) -> Any:
             cls = self.tracer.kind(args[0]) if isinstance(args[0], Proxy) else type(*args)

@@ -5,7 +5,7 @@
              u = recurrent_weight(x, get_attr[lstm.weight_hh_l0])
              y = recurrent(get_attr[lstm], [w, u, get_attr[lstm.bias_ih_l0], ...], x, None)
 
-`RestoreRecurrentLayers` goes back when a model is converted.
+`RestoreRecurrentLayers` undoes this when a model is converted.
 """
 
 from __future__ import annotations

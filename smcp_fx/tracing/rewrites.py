@@ -31,7 +31,7 @@ _OUTER = {torch.outer, torch.ger, "outer", "ger"}
 def normalise(model: nn.Module, graph: fx.Graph) -> None:
     """Give first arguments by position, so that rules and passes find them; `nn.Unflatten` becomes a function.
 
-    An outer product becomes an `einsum`. No tensor has two shapes: `h.unsqueeze_(1)` is `h = h.unsqueeze(1)`.
+    An outer product becomes an `einsum`, and `h.unsqueeze_(1)` becomes `h = h.unsqueeze(1)`.
     """
     _resolve_annotations(model, graph)
     place = {node: index for index, node in enumerate(graph.nodes)}
@@ -64,8 +64,8 @@ def normalise(model: nn.Module, graph: fx.Graph) -> None:
 def _asks_for_idle_gradients(graph: fx.Graph, node: fx.Node) -> bool:
     """Does `x.requires_grad_()` ask for the gradient of a tensor inside the network, which no code reads?
 
-    Checkpoints and frozen layers (wav2vec2) ask so. The caller may read an input's gradient, and forward may by
-    `autograd.grad`.
+    Checkpointing and frozen layers (wav2vec2) ask for it. The gradient of an input is not idle, since the
+    caller may read it; no gradient is idle in a graph that calls `autograd.grad`.
     """
     if node.op != "call_method" or node.target != "requires_grad_":
         return False
@@ -85,7 +85,7 @@ def _gives_a_tensor(node: fx.Node) -> bool:
 
 
 def _two_at_a_time(graph: fx.Graph, node: fx.Node) -> None:
-    """An einsum of several operands as products of two, from left to right, as PyTorch computes it.
+    """Split an einsum of several operands into products of two, from left to right, as PyTorch computes it.
 
     before   einsum("nld,nmd,nl->nlm", q, k, z)      after   einsum("nlm,nl->nlm", einsum("nld,nmd->nlm", q, k), z)
     """
@@ -108,7 +108,7 @@ def _two_at_a_time(graph: fx.Graph, node: fx.Node) -> None:
 
 
 def _of_one(graph: fx.Graph, node: fx.Node) -> None:
-    """An einsum of one operand as a permutation and a sum: `einsum("nchw->nhc", x)`."""
+    """Write an einsum of one operand, such as `einsum("nchw->nhc", x)`, as a permutation and a sum."""
     if node.target not in (torch.einsum, torch.functional.einsum) or len(node.args) != 2:
         return
     operand = node.args[1][0] if isinstance(node.args[1], (tuple, list)) else node.args[1]
@@ -147,7 +147,7 @@ def _without_addend(graph: fx.Graph, node: fx.Node) -> None:
 
 
 def _in_steps(model: nn.Module, graph: fx.Graph, node: fx.Node) -> None:
-    """A mean squared error as a difference, its square and its mean."""
+    """Write a mean squared error as a difference, its square and the mean of that."""
     loss = model.get_submodule(str(node.target)) if node.op == "call_module" else None
     options = node.kwargs.values() if loss is None else [getattr(loss, "reduction", "")]
     is_mse = type(loss) is nn.MSELoss or node.target is F.mse_loss
@@ -164,9 +164,9 @@ def _in_steps(model: nn.Module, graph: fx.Graph, node: fx.Node) -> None:
 
 
 def _resolve_annotations(model: nn.Module, graph: fx.Graph) -> None:
-    """Types for annotations that are strings, as in files with ``from __future__ import annotations``.
+    """Turn string annotations into types, as in files with ``from __future__ import annotations``.
 
-    torch.fx would write them into its code as names, which TorchScript looks for.
+    torch.fx would write the strings into its code as names, which TorchScript would look up.
     """
     try:
         hints = get_type_hints(type(model).forward)
@@ -211,7 +211,7 @@ def by_position(model: nn.Module, graph: fx.Graph) -> None:
 
 
 def _is_first(function: Callable[..., Any], name: str) -> bool:
-    """Is this the function's first parameter? Functions of torch without a signature take it first, but for two."""
+    """Is this the function's first parameter? It is in torch functions without a signature, but for two."""
     try:
         return next(iter(inspect.signature(function).parameters), None) == name
     except (TypeError, ValueError):
@@ -282,7 +282,7 @@ def _waits(
 
 
 def add_computed_biases(traced: fx.GraphModule, values: dict[str, Any]) -> None:
-    """Add a bias that is computed from the input after the linear instead of in it.
+    """Take a bias that is computed from the input out of the linear, and add it to the result.
 
     before   linear(x, weight, h.mean(0))      after   linear(x, weight) + h.mean(0)
 
@@ -306,7 +306,7 @@ def _is_constant(node: fx.Node) -> bool:
 
 
 def _broadcast(values: list[Any]) -> tuple[int, ...] | None:
-    """The broadcast shape of these values; None if one of them is no tensor or number."""
+    """The broadcast shape of tensors and numbers; None for other values, or if they do not broadcast."""
     if not all(isinstance(value, (TensorInfo, int, float)) for value in values):
         return None
     shapes = [value.shape for value in values if isinstance(value, TensorInfo)]

@@ -35,7 +35,7 @@ def same_draws() -> Iterator[None]:
 
 
 def _seed_torch() -> None:
-    """Only devices in use: torch defers seeds of other devices, which would later replace the user's own seed."""
+    """Seed only devices in use: torch would defer other devices' seeds, and later replace the user's own."""
     torch.default_generator.manual_seed(0)
     torch.mps.manual_seed(0)
     for device in (torch.cuda, torch.xpu, torch.mtia):

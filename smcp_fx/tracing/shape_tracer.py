@@ -1,9 +1,9 @@
 """A tracer that lets Python ask about shapes: `if x.shape[-1] > 7`, `len(x.shape)`, `int(h)`, `for s in x.shape`.
 
-Sizes stay nodes of the graph, so that batch and resolution stay free. Only if Python needs a value to go on (a
-branch, a loop, an index), the node's value is computed on fake tensors of the example inputs' shapes. The graph then
-gets a `torch._assert` that states the assumption, and fails with it on inputs for which it does not hold. A number
-that depends on a tensor's values is refused.
+Sizes stay nodes of the graph, so that batch and resolution stay free. If Python needs a value (a branch, a
+loop, an index), the tracer computes it on fake tensors of the example inputs' shapes. It then adds a
+`torch._assert` to the graph, which states the assumption and fails on inputs that break it. The tracer
+refuses a number that depends on a tensor's values.
 
     before   if x.shape[-1] % 2: x = F.pad(x, (0, 1))
     after    getattr_1 = getattr(x, "shape"); getitem = getattr_1[-1]; mod = getitem % 2
@@ -45,16 +45,16 @@ from smcp_fx.tracing.writes import functional_writes, own_constants
 
 
 class KeptOutsideError(FxTraceError):
-    """A tensor that a hook kept while values were computed was about to become a constant."""
+    """A fake tensor that a hook or list kept from an evaluation was about to become a constant."""
 
 
 class ShapeTracer(fx.Tracer):
-    """The standard tracer for one model and its example inputs; ``assumptions`` lists what was assumed of these."""
+    """The standard tracer for one model and its inputs; ``assumptions``: those it made about the inputs."""
 
     def __init__(self, inputs: tuple[Any, ...], fixed: tuple[int, ...] = ()) -> None:
         super().__init__()
         self.inputs = inputs
-        self.fixed = fixed  # the places of inputs that keep their values from the example
+        self.fixed = fixed  # the places of inputs that are fixed to their example values
         self.gradients = GradientQuestions()
         self.assumptions: list[str] = []
         self.log = ModeLog()
@@ -69,7 +69,7 @@ class ShapeTracer(fx.Tracer):
     # ---- what fx asks of a tracer -----------------------------------------------------------------------
 
     def trace(self, root: Any, concrete_args: dict[str, Any] | None = None) -> fx.Graph:
-        """Trace, with torch's factories of tensors and Python's types of numbers taking proxies."""
+        """Trace while torch's tensor factories and Python's number types accept proxies."""
         model = root if isinstance(root, nn.Module) else nn.Module()
         before = Attributes(model)
         graph = self._traced(root, model, concrete_args)
@@ -88,7 +88,7 @@ class ShapeTracer(fx.Tracer):
         self._held = dict(held_tensors(model))
         self._sizes = FixedSizes(model, self.value)
         with (
-            torch.enable_grad(),  # whatever an earlier trace's forward has left
+            torch.enable_grad(),  # an earlier trace's forward may have switched it off
             seen_through(),
             StandIns(self, model),
             Assignments(self, self._held, self.log.assigned) as assignments,
@@ -112,7 +112,7 @@ class ShapeTracer(fx.Tracer):
         return {name: value for value, name in self.tensor_attrs.items() if isinstance(value, Tensor)}
 
     def proxy(self, node: fx.Node) -> Proxy:
-        """Proxies that answer questions."""
+        """Make a proxy that answers Python's questions."""
         return ValueProxy(node, self)
 
     def create_node(self, *args: Any, **kwargs: Any) -> fx.Node:
@@ -125,7 +125,7 @@ class ShapeTracer(fx.Tracer):
         return node
 
     def create_args_for_root(self, root_fn: Any, is_module: bool, concrete_args: Any = None) -> Any:
-        """Arguments that the example leaves out have their defaults, and are no inputs of the graph."""
+        """Give arguments that the example leaves out their defaults; they are no inputs of the graph."""
         if is_module and inspect.unwrap(root_fn) is not root_fn:
             return root_fn, self._arguments_of_decorated(root_fn)
         function, arguments = super().create_args_for_root(root_fn, is_module, concrete_args)
@@ -146,13 +146,13 @@ class ShapeTracer(fx.Tracer):
         return function, arguments
 
     def create_proxy(self, kind: str, target: Any, args: Any, kwargs: Any, *rest: Any, **named: Any) -> Proxy:
-        """A graph's arguments keep defaults that code can name; tensors and other objects are dropped."""
+        """Keep an argument's default only if code can name it; drop tensors and other objects."""
         if kind == "placeholder" and not all(map(has_name, pytree.tree_leaves(args))):
             args = ()
         return super().create_proxy(kind, target, args, kwargs, *rest, **named)
 
     def known(self, obj: Proxy, value: Any) -> Any:
-        """An input or a part of one; options themselves, as `x is None` would see the proxy."""
+        """The proxy of an input or its part; an option's own value, as `x is None` would see the proxy."""
         if not is_option(value):
             return obj
         compared = operator.is_ if value is None else operator.eq
@@ -161,7 +161,7 @@ class ShapeTracer(fx.Tracer):
         return value
 
     def _arguments_of_decorated(self, root_fn: Any) -> list[Any]:
-        """The model and its inputs. (What fx makes of a decorated function takes its code for the one inside.)"""
+        """The model and its inputs. (torch.fx would analyse the function inside the decorated one.)"""
         parameters = [*inspect.signature(root_fn).parameters.values()][1 : len(self.inputs) + 1]
         proxies: list[Any] = [
             self.create_proxy("placeholder", p.name, () if p.default is p.empty else (p.default,), {})
@@ -176,7 +176,7 @@ class ShapeTracer(fx.Tracer):
         ]
 
     def create_arg(self, a: Any) -> Any:
-        """Turn numpy's numbers into plain ones. Tensors computed on the example's shapes are no constants."""
+        """Turn numpy's numbers into plain ones; refuse the tracer's fake tensors, which are no constants."""
         if isinstance(a, Proxy):  # most arguments; torch.fx asks first whether it is a parameter or a module
             return a.node
         if isinstance(a, Tensor) and self._fake is not None and getattr(a, "fake_mode", None) is self._fake:
@@ -207,7 +207,7 @@ class ShapeTracer(fx.Tracer):
         return attr_val if self._evaluating else super().getattr(attr, attr_val, parameter_proxy_cache)
 
     def to_bool(self, obj: Proxy) -> bool:
-        """The branch of the example; for the question whether all values are finite, the branch for finite ones."""
+        """Take the example's branch; to the question whether all values are finite, answer yes."""
         if (asked := asks_if_finite(obj.node)) is not None:
             tensor, finite = asked
             good = obj if finite else obj.tracer.create_proxy("call_function", operator.not_, (obj,), {})
@@ -221,7 +221,7 @@ class ShapeTracer(fx.Tracer):
         return value
 
     def iter(self, obj: Proxy) -> Iterator[Any]:
-        """The parts, as many as there are in the example; the keys of a dict."""
+        """Iterate over as many parts as the example has, or over the keys of a dict."""
         if isinstance(self.value(obj.node), dict):
             return iter(self.keys(obj))
         return iter([obj[index] for index in range(self.length(obj))])  # type: ignore[index]
@@ -239,7 +239,7 @@ class ShapeTracer(fx.Tracer):
         return self._evaluating
 
     def in_place(self, written: Callable[..., Any], obj: Proxy, other: Any) -> Any:
-        """Record `x += y`: a write into a tensor (`settle_in_place` may end it later), a new value of a number."""
+        """Record `x += y`: a write into a tensor (until `settle_in_place`), or a number's new value."""
         tensor = is_tensor_for_sure(obj.node) or isinstance(self.value(obj.node), Tensor)
         return self.create_proxy("call_function", written if tensor else PLAIN[written], (obj, other), {})
 
@@ -262,9 +262,9 @@ class ShapeTracer(fx.Tracer):
         return value
 
     def keep_symbolic(self, obj: Proxy, caller: FrameType) -> None:
-        """Withdraw an assumption that only arose as a function of torch checked whether its argument is a number.
+        """Withdraw an assumption that arose only because a torch function checked its argument for a number.
 
-        Its parser asks for the index, and then the call is recorded with the proxy, by the same instruction.
+        The function's parser calls ``__index__``; the same instruction then records the call with the proxy.
         """
         asked = self._asked.pop((obj.node, caller.f_code, caller.f_lasti), None)
         if asked is None:
@@ -305,7 +305,7 @@ class ShapeTracer(fx.Tracer):
             self.length(obj)
 
     def value(self, node: fx.Node) -> Any:
-        """The value of a node on (fake tensors like) the example inputs."""
+        """The node's value for the example inputs, computed on fake tensors."""
         if node in self._values:
             return self._values[node]
         wanted, stack = {node}, [node]
@@ -336,7 +336,7 @@ class ShapeTracer(fx.Tracer):
         return type(value)
 
     def is_tensor(self, obj: Proxy) -> bool:
-        """Does a proxy stand for a tensor, or for a number that depends on a tensor's values?"""
+        """Is the proxy's value a tensor, or a number that depends on a tensor's values?"""
         try:
             return isinstance(self.value(obj.node), Tensor)
         except FxTraceError:

@@ -40,7 +40,7 @@ class Leaves:
 
     paths: tuple[str, ...]
     hooks: bool = False
-    observed: set[str] = field(default_factory=set)  # of torch's modules: those whose hooks changed nothing
+    observed: set[str] = field(default_factory=set)  # leaves whose traced hooks changed nothing
 
 
 class HooksError(TraceError):
@@ -50,7 +50,7 @@ class HooksError(TraceError):
 class _Tracer(ShapeTracer):
     """Answers questions about shapes. Modules with hooks or parametrisations stay leaves, so that these still run.
 
-    So do those named in ``leaves``. With ``leaves.hooks`` hooks are traced: what they keep is read in the forward.
+    So do the modules in ``leaves``. With ``leaves.hooks``, hooks are traced: forward reads tensors they keep.
     ``stopped`` is the innermost module in which tracing failed.
     """
 
@@ -68,7 +68,7 @@ class _Tracer(ShapeTracer):
         self._overwritten: set[int] = set()  # ids of the tensors that forward has written into
 
     def trace(self, root: Any, concrete_args: dict[str, Any] | None = None) -> fx.Graph:
-        """Trace, knowing the paths of the model's modules."""
+        """Collect the paths of the model's modules and tensors, then trace."""
         self._paths = {module: path for path, module in root.named_modules()}
         named = [*(root.named_buffers() if self.proxy_buffer_attributes else ()), *root.named_parameters()]
         self._tensors = {id(tensor): (name, tensor) for name, tensor in named}
@@ -154,7 +154,7 @@ class _Tracer(ShapeTracer):
         return any(id(parameter) in self._overwritten for parameter in own)
 
     def _call_computing(self, m: Any, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """Record a layer that computes its weight as a function of that computation."""
+        """Trace into a layer that computes its weight, so that the graph holds this computation."""
         names, hooks, held = computed_by_hooks(m), dict(m._forward_pre_hooks), dict(vars(m))
         self._looked_into.add(m)
         try:
@@ -173,7 +173,7 @@ class _Tracer(ShapeTracer):
         """Return an attribute; another thread gets the plain one."""
         if self.contexts.elsewhere:
             return attr_val
-        # torch.fx searches all tensors of the model at every read; a table serves, unless forward has moved this one.
+        # torch.fx searches all tensors at every read; use a table, unless forward has replaced this tensor.
         name, tensor = self._tensors.get(id(attr_val), (None, None))
         if (
             name is None
@@ -199,7 +199,7 @@ class _Tracer(ShapeTracer):
 
 
 def _registered(root: nn.Module, name: str) -> Tensor | None:
-    """The parameter or buffer of this name, from the tables of modules, as reads of attributes are traced."""
+    """The parameter or buffer of this name, from the modules' tables: reads of attributes are traced."""
     *path, last = name.split(".")
     module: nn.Module | None = root
     for part in path:
@@ -239,9 +239,9 @@ def trace_in_mode(
     leaves: Leaves,
     fixed: tuple[int, ...] = (),
 ) -> ModeTrace:
-    """Trace the model in these modes. ``fixed``: the places of inputs that are what they are in the example.
+    """Trace the model in these modes. ``fixed``: the places of inputs that keep their example values.
 
-    Raises `StateError` where a call changes what the next one computes.
+    Raises `StateError` if a call changes what the next one computes.
     """
     before = Attributes(model)
     traced, state, counters = _trace_so(model, inputs, modes, leaves, fixed)
@@ -273,7 +273,7 @@ def _trace_so(
     except TraceError:
         if not any(True for _ in model.buffers()):
             raise
-    # Python asks for a buffer's values, which are then fixed.
+    # Retry with fixed buffers: Python may have asked for the values of one.
     return _trace_once(model, inputs, modes, leaves, fixed, proxy_buffers=False)
 
 

@@ -5,8 +5,8 @@
     if not self.ready: self.scale.data.copy_(1 / x.std()) what the first call alone does (ActNorm, quantisers)
     if self.mean.sum() == 0: self.mean += x.mean()        a buffer that tracing writes into: Python asks for values
 
-Modules that do so are called as they are. What a forward keeps for inputs of one size is no such state: it is
-`forgotten` while the model is traced, so that the graph computes it in every call, for every size.
+Modules that do so are called as they are. A cache for inputs of one size is no such state: it is `forgotten`
+while the model is traced, so that the graph computes it in every call, for every size.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ class State:
         self._kept, self._counted, self._raised = set[Attribute](), set[Attribute](), set[Attribute]()
 
     def note(self, graph: fx.Graph) -> None:
-        """Record the changes of the trace to attributes."""
+        """Record the trace's changes to attributes."""
         model = self._model
         self._kept = {
             (module, name)
@@ -232,16 +232,16 @@ def _forget_if_refilled(
         vars(module)[name] = None
     try:
         same = same_values(expected, run_eager(model, inputs, run)) and same_values(held, seen[0])
-    except Exception:  # the forward may fail anyhow without it
+    except Exception:  # without it, the forward may fail in any way
         same = False
     if not same:
         vars(module)[name] = held
 
 
 def fill_caches(model: nn.Module, inputs: tuple[Any, ...], paths: Collection[str]) -> bool:
-    """Let modules fill the buffers that they fill in their first call, and keep out of the state dict; did any?
+    """Let modules fill the non-persistent buffers that their first call replaces; return whether any did.
 
-    A buffer that another call fills again is no cache, and stays as it was.
+    If a second call replaces one again, they are no caches, and all stay as they were.
     """
     caches = [
         (module, name)

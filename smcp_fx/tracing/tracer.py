@@ -1,9 +1,9 @@
 """From a PyTorch model to one fx graph that computes the same, in `train()` and in `eval()`.
 
-`torch.fx.symbolic_trace` freezes what `forward` reads of `self.training`. The model is therefore traced in
-both modes, and the two graphs become one: a flag becomes a node that reads the owning module's own `training` (so
-that `model.train()` and a frozen submodule behave as in the original), and operations of one mode (auxiliary heads,
-noise) run in that mode only (`smcp_fx.tracing.modes`).
+`torch.fx.symbolic_trace` freezes every `self.training` that `forward` reads. The model is therefore traced in
+both modes, and the two graphs become one. A flag becomes a node that reads its module's own `training`, so
+that `model.train()` and a frozen submodule behave as in the original. Operations of one mode (auxiliary
+heads, noise) run in that mode only (`smcp_fx.tracing.modes`).
 """
 
 from __future__ import annotations
@@ -112,7 +112,7 @@ def trace(
     _keep_constants_out_of_the_state(model, traced)
     for path in called.observed:
         _drop_hooks(traced, path)
-    # Modules as they are now: `trace_in_mode` restores them, GraphModule's own flag is set from the model's.
+    # The graph's modules take the model's modes, which `trace_in_mode` has restored.
     copy_modes(model, traced)
     traced.training = training
     try:
@@ -172,7 +172,7 @@ def _require_traceable(model: nn.Module, inputs: tuple[Any, ...]) -> None:
 
 
 def _require_named(model: nn.Module, inputs: tuple[Any, ...]) -> None:
-    """Raise `TraceError` where an input goes into the forward's ``*args``: a graph's arguments have names."""
+    """Raise `TraceError` if an input goes into the forward's ``*args``: a graph's arguments have names."""
     arguments = inspect.signature(model.forward).parameters.values()
     named = [a for a in arguments if a.kind in (a.POSITIONAL_ONLY, a.POSITIONAL_OR_KEYWORD)]
     rest = [a.name for a in arguments if a.kind == a.VAR_POSITIONAL]
@@ -188,8 +188,8 @@ def _with_leaves(
 ) -> tuple[fx.Graph, list[ModeTrace], Leaves]:
     """Trace the model. ``leaves``, and modules that cannot be traced, stay calls.
 
-    Their nodes are marked as opaque, with the reason. Hooks run with their modules; where the forward reads what they
-    keep, they are traced.
+    Their nodes are marked as opaque, with the reason. Hooks run with their modules; they are traced only if
+    the forward reads tensors that they keep.
     """
     why = {path: f"{path!r} is left as it is" for path in leaves}
     hooks = False
@@ -219,7 +219,7 @@ def _with_leaves(
 
 
 def _drop_hooks(traced: fx.GraphModule, path: str) -> None:
-    """Put a module without hooks in the place of one whose hooks were traced; it has the same parameters."""
+    """Replace a module whose hooks were traced by a copy without hooks that shares its parameters."""
     home, _, name = path.rpartition(".")
     module = copy.copy(traced.get_submodule(path))
     module._forward_hooks = OrderedDict()
@@ -266,7 +266,7 @@ def _does_not_run(model: nn.Module, error: Exception) -> TraceError:
 
 
 def _keep_constants_out_of_the_state(model: nn.Module, traced: fx.GraphModule) -> None:
-    """Keep tensors out of the graph's state dict that are plain attributes of the original."""
+    """Keep out of the graph's state dict all tensors that are not in the original's."""
     persistent = set(model.state_dict())
     for name, buffer in list(traced.named_buffers()):
         if name not in persistent:
@@ -297,7 +297,7 @@ def _merged(
         form, arguments = formed(others)
         trace = trace_in_mode(model, arguments, (mode, others), leaves, () if form is None else form.places)
         asked = forms if form is None else forms[: forms.index(form) + 1]
-        # As what is asked first.
+        # Record the forms as the first questions.
         trace.log.frames[0].reads[:0] = [(0, one.key, one is form) for one in asked]
         trace.modes = {**trace.modes, **{one.key: one is form for one in forms}}
         if without_gradients(trace.graph):

@@ -14,13 +14,13 @@ class Trait(Flag):
 
     #: Puts elements into other places and changes none; the result may be a view of the operand.
     MOVES = auto()
-    #: Of those that move: the result is always a tensor of its own.
+    #: Moves, and the result is always a tensor of its own.
     COPIES = auto()
-    #: Of those that move: merges or splits dimensions, so that sizes may decide which channels meet.
+    #: Moves by merging or splitting dimensions, so that sizes may decide which channels meet.
     REGROUPS = auto()
-    #: Of those that move: merges or splits dimensions by sizes of its own.
+    #: Moves by merging or splitting dimensions, with sizes of its own.
     RESHAPES = auto()
-    #: Of those that move: gives dimensions another order.
+    #: Moves by giving dimensions another order.
     PERMUTES = auto()
     #: Puts several tensors into one.
     JOINS = auto()
@@ -30,11 +30,11 @@ class Trait(Flag):
     ELEMENTWISE = auto()
     #: Makes a tensor of one value, of the sizes given.
     FILLS = auto()
-    #: Of element-wise ones: the result is random or uninitialised.
+    #: Element-wise, and the result is random or uninitialised.
     DRAWN = auto()
     #: Returns the operand itself, always or in some mode or for some type.
     SAME = auto()
-    #: Of those that do not move: the result is the operand's memory, seen in another way.
+    #: Does not count as moving, but the result is a view of the operand's memory.
     VIEWS = auto()
     #: Asks for a tensor's sizes and type, which masks do not change, or for a mode.
     ASKS = auto()

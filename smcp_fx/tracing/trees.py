@@ -1,4 +1,4 @@
-"""Nested tuples, lists and dicts of values, as nodes take and return them, walked at once.
+"""Walks nested tuples, lists and dicts of values, as nodes take and return them.
 
 `torch.utils._pytree` does the same for any structure, and takes ten times as long for these.
 """

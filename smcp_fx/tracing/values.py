@@ -13,7 +13,7 @@ from smcp_fx.tracing.trees import leaf_class, leaves_of
 
 #: On a placeholder or the output: where the tensors come from, or why they stay, instead of the usual reason.
 ORIGIN = "smcp_origin"
-#: On the output: the positions of those of its tensors that it does not pin.
+#: On the output: the positions of the tensors that it does not pin.
 PASSED_ON = "smcp_passed_on"
 #: On a module's call: why it is treated as unknown, whatever the module is.
 OPAQUE = "smcp_opaque"

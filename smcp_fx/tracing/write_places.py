@@ -12,7 +12,7 @@ from torch import fx
 
 @dataclass(frozen=True)
 class Every:
-    """Each ``step``-th index from ``start`` on, of a dimension that these steps divide."""
+    """Every ``step``-th index from ``start`` on, of a dimension that ``step`` divides."""
 
     start: int
     step: int
@@ -20,7 +20,7 @@ class Every:
 
 @dataclass(frozen=True)
 class Span:
-    """The index of `x.narrow(dim, start, length)`, whose length the input's size tells: it lies in x at any size."""
+    """The index of `x.narrow(dim, start, length)`; the input's size gives ``length``: it fits at any size."""
 
     start: int
     length: fx.Node
@@ -88,7 +88,7 @@ def _index_of(view: fx.Node) -> Any:
 
 
 def every_index(part: slice, size: int) -> Every | None:
-    """The steps of a slice that takes as many of each ``step`` indices as there are; None for another."""
+    """The `Every` of a slice that takes every ``step``-th index of the whole dimension; None for another."""
     edges = (part.start, part.stop, part.step)
     if any(type(edge) not in (int, type(None)) for edge in edges) or (part.step or 1) < 1:
         return None

@@ -76,7 +76,7 @@ def write_once(node: fx.Node) -> None:
 def own_constants(
     graph: fx.Graph, model: nn.Module, names: Iterable[str], adopt: Callable[[fx.Node], None]
 ) -> None:
-    """Let every call write into its own copies of tensors that forward created, and that are constants now."""
+    """Let every call write into its own copies of the graph's constants, which forward created."""
     for node in graph.nodes:
         if node.op == "call_method" and node.target in _BY_INDEX:
             node.op, node.target = "call_function", _BY_INDEX[node.target]
@@ -97,7 +97,7 @@ def own_constants(
             graph.erase_node(node)
 
 
-#: The record of a constant of the model that is indexed by a traced tensor.
+#: Methods that torch.fx records if a traced tensor indexes a constant, and the functions to call instead.
 _BY_INDEX = {"__getitem__": operator.getitem, "__setitem__": operator.setitem}
 
 
@@ -274,7 +274,7 @@ class _Write:
     def _interleaved(
         self, whole: fx.Node, every: Every, ahead: list[Any], cut: list[Any], gone: list[int], tensor: Tensor
     ) -> fx.Node:
-        """The pieces of all starts one after the other, one of them written, and shuffled into place."""
+        """Concatenate the pieces of all starts, one of them written, and shuffle them into place."""
         dim, pieces = len(ahead), []
         for start in range(every.step):
             index = (*ahead, slice(start, None, every.step))

@@ -1,4 +1,4 @@
-"""The one training loop of the commands (precision, ranks, checkpoints), and the teacher of any loop."""
+"""The commands' training loop (precision, ranks, checkpoints), and a teacher for any loop."""
 
 from smcp_fx.training.loop import Epoch as Epoch
 from smcp_fx.training.loop import TrainingLoop as TrainingLoop

@@ -1,4 +1,4 @@
-"""What blocks of a student give, beside the same blocks of its teacher, on the channels that are kept."""
+"""Compares the outputs of a student's blocks with its teacher's, on the channels that are kept."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from smcp_fx.kept_channels import Kept, kept_channels
 from smcp_fx.output_kinds import spread
 from smcp_fx.prepared import PreparedModel
 
-#: Operations that leave channels where they are.
+#: Operations that keep the order of channels.
 _IN_PLACE = {
     *("add", "iadd", "add_", "sub", "isub", "mul", "imul", "mul_", "contiguous", "clone", "float", "to"),
     *(
@@ -40,12 +40,12 @@ _IN_PLACE = {
         "layer_norm",
     ),
 }
-#: Modules that do not.
+#: Modules that move channels.
 _MOVING = (nn.ChannelShuffle, nn.PixelShuffle, nn.PixelUnshuffle, nn.Flatten, nn.Unflatten)
 
 
 class _Watching(fx.Interpreter):
-    """Runs a graph and keeps what some of its nodes give."""
+    """Runs a graph and keeps the values of some of its nodes."""
 
     def __init__(self, student: fx.GraphModule, nodes: Mapping[fx.Node, str]) -> None:
         super().__init__(student)
@@ -60,7 +60,7 @@ class _Watching(fx.Interpreter):
 
 
 class Student:
-    """Calls a network like itself, and keeps what the named blocks gave."""
+    """Calls a network without changing its results, and keeps the outputs of the named blocks."""
 
     def __init__(self, network: nn.Module, names: Sequence[str]) -> None:
         self.network, self.names = network, list(names)
@@ -86,7 +86,7 @@ class Student:
         return outputs
 
     def kept(self, name: str) -> list[int] | None:
-        """Return which of the teacher's channels a block has, in its order; None where it has no record of it."""
+        """Return the teacher's channels that a block keeps, in its order; None without a record of them."""
         if name not in self._ends:
             return None
         return _positions(self.network, self._ends[name], self._record(), name)
@@ -101,16 +101,16 @@ class Student:
         return self._masks[1]
 
     def distances(self, teacher: Mapping[str, Any]) -> list[Tensor]:
-        """Return each block's squared error relative to the variance of what the teacher's gives.
+        """Return each block's squared error relative to the variance of the teacher's output.
 
-        What was found counts once: the next outputs need a call of their own.
+        Outputs count once: the next distances need another call of the student.
         """
         own, self.found = self.found, {}
         return [_distance(name, own[name], teacher[name], self.kept(name)) for name in self.names]
 
 
 def require_modules(model: nn.Module, names: Sequence[str]) -> None:
-    """Raise `InputError` where a model has no such modules."""
+    """Raise `InputError` if a model lacks one of these modules."""
     have = dict(model.named_modules())
     if lacking := [name for name in names if name not in have or not name]:
         near = [name for name in have if name and name.count(".") == 0]
@@ -121,7 +121,7 @@ def require_modules(model: nn.Module, names: Sequence[str]) -> None:
 
 @contextmanager
 def hooked(model: nn.Module, names: Sequence[str]) -> Iterator[dict[str, Any]]:
-    """While it lasts, the dict that it gives fills with the outputs of the named modules."""
+    """Yield a dict that collects the outputs of the named modules inside the context."""
     features: dict[str, Any] = {}
 
     def keeping(name: str) -> Callable[..., None]:
@@ -134,12 +134,12 @@ def hooked(model: nn.Module, names: Sequence[str]) -> Iterator[dict[str, Any]]:
 
 
 def _as_it_is(value: Any) -> Any:
-    """A copy: what follows may write into it."""
+    """Return a copy of a tensor: later nodes may write into it."""
     return value.clone() if isinstance(value, Tensor) else value
 
 
 def _end(network: nn.Module, name: str) -> fx.Node:
-    """The last node of a block."""
+    """Return the last node of a block."""
     assert isinstance(network, fx.GraphModule)
     inside = [node for node in network.graph.nodes if name in _paths(node)]
     if not inside:
@@ -149,12 +149,12 @@ def _end(network: nn.Module, name: str) -> fx.Node:
 
 
 def _paths(node: fx.Node) -> list[str]:
-    """The modules that a node is in, outermost first."""
+    """Return the paths of the modules that hold a node, outermost first."""
     return [path for path, _ in (node.meta.get("nn_module_stack") or {}).values()]
 
 
 def _positions(network: nn.Module, node: fx.Node, kept: Kept, name: str) -> list[int]:
-    """Go back to the layers whose outputs a node holds."""
+    """Search back for a layer whose outputs a node holds; return its kept output channels."""
     waiting = [node]
     while waiting:
         here = waiting.pop(0)
@@ -178,7 +178,7 @@ def _distance(name: str, student: Any, teacher: Any, kept: list[int] | None) -> 
     for dim in ([1] if teacher.dim() != 3 else [2, 1])[: teacher.dim() - 1]:
         if index is not None and index.numel() and int(index.max()) < teacher.shape[dim]:
             ours = teacher.index_select(dim, index)
-            whole = student.shape == teacher.shape  # a prepared one, which has all channels
+            whole = student.shape == teacher.shape  # a prepared model, which has all channels
             theirs = student.index_select(dim, index) if whole else student
             if ours.shape == theirs.shape:
                 student, teacher = theirs, ours

@@ -23,7 +23,7 @@ from smcp_fx.training.teacher import Teacher
 
 @dataclass(frozen=True)
 class Epoch:
-    """An epoch: number (from 1), mean loss, learning rate at its end, seconds; what was evaluated behind it."""
+    """An epoch: number (from 1), mean loss, learning rate at its end, seconds, and evaluated figures."""
 
     epoch: int
     loss: float
@@ -34,14 +34,14 @@ class Epoch:
 
 @dataclass
 class TrainingLoop:
-    """Trains ``network``, prepared or plain, to the end from wherever it stands; a prepared one is pruned.
+    """Trains ``network``, prepared or plain, from its present step to the end; a prepared one is pruned.
 
-    ``batches(epoch, seed)``: the batches of an epoch (from 0), equal for equal arguments; the seed is this rank's.
-    ``loss(outputs, targets)``: what is minimised.
-    ``rate(step)``: the learning rate after ``step`` optimiser steps, times a parameter group's ``rate_factor``.
-    ``evaluate(step)``: figures by name, none where it is not their turn.
-    ``teacher``: the dense network, and ``taught`` the share of its divergence in what is minimised.
-    ``mixed``: float16 with a scaled loss on a GPU, bfloat16 on a CPU. ``advice``: what to try when training diverges.
+    ``batches(epoch, seed)``: an epoch's (from 0) batches, equal for equal arguments; the seed is this rank's.
+    ``loss(outputs, targets)``: the loss to minimise.
+    ``rate(step)``: the learning rate after ``step`` steps, times a parameter group's ``rate_factor``.
+    ``evaluate(step)``: figures by name; none at steps without an evaluation.
+    ``teacher``: the dense network; ``taught``: the share of its divergence in the loss.
+    ``mixed``: float16 with a scaled loss on a GPU, bfloat16 on a CPU. ``advice``: the remedy for divergence.
     """
 
     network: nn.Module
@@ -98,7 +98,7 @@ class TrainingLoop:
         stepped: Callable[[float, float], None] | None,
         solved: Callable[[Solve], None] | None,
     ) -> float:
-        """One epoch, or what is left of the last one; returns the mean loss of this rank."""
+        """Train one epoch, or less at the end of training; return the mean loss of this rank."""
         pruner = self.network.pruner if isinstance(self.network, PreparedModel) else None
         call.train()
         seed = (self.seed * 100_003 + epoch) * 1009 + ranks.rank()
@@ -113,7 +113,7 @@ class TrainingLoop:
             self.optimizer.zero_grad(set_to_none=True)
             self.scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
             losses.append(float(loss.detach()))
-            # Of several ranks all find it at the epoch's end: none is left waiting.
+            # With several ranks, all check at the epoch's end, so that none is left waiting.
             if not ranks.distributed():
                 self._check(losses[-1], f"at step {self.step + 1} of {self.total_steps} (epoch {epoch + 1})")
             self.step += 1
@@ -130,7 +130,7 @@ class TrainingLoop:
         return mean
 
     def _loss(self, call: nn.Module, inputs: Any, targets: Any) -> Tensor:
-        """What is minimised, of one batch."""
+        """Return the loss of one batch to minimise."""
         with torch.autocast(self.device.type, self.type, enabled=self.mixed):
             outputs = call(inputs)
             taught_loss = self.teacher(inputs, outputs) if self.teacher is not None and self.taught else None
@@ -146,13 +146,13 @@ class TrainingLoop:
         raise TrainingError(f"the loss is {loss} {when}: training has diverged. {self.advice}{saved}.")
 
     def save(self) -> None:
-        """Write the checkpoint; it is complete or not there."""
+        """Write the checkpoint, completely or not at all."""
         results = [[r.epoch, r.loss, r.rate, r.seconds, r.values] for r in self.results]
         state = {"step": self.step, "results": results}
         save_checkpoint(self.checkpoint, self.network, self.optimizer, self.scaler, extras=state)
 
     def load(self) -> bool:
-        """Go back to the checkpoint; False when there is none."""
+        """Load the checkpoint; return False if there is none."""
         if not self.checkpoint.exists():
             return False
         extras = load_checkpoint(self.checkpoint, self.network, self.optimizer, self.scaler)
@@ -174,7 +174,7 @@ class TrainingLoop:
 
 
 def moved(value: Any, device: torch.device, channels_last: bool = False) -> Any:
-    """Tensors, also in lists and dicts, on the device."""
+    """Return the value with its tensors, also in lists and dicts, on the device."""
     if isinstance(value, Tensor):
         value = value.to(device, non_blocking=True)
         last = channels_last and value.dim() == 4

@@ -1,4 +1,4 @@
-"""Learning from the dense network: what a smaller one answers is drawn to what the dense one answered.
+"""Learning from the dense network: training draws a smaller network's outputs towards the dense one's.
 
 (Knowledge distillation, Hinton, Vinyals and Dean 2015: with temperature T the divergence of the softened
 distributions, times T squared so that its gradients keep their size.)
@@ -26,17 +26,17 @@ from smcp_fx.training.features import Student, hooked, require_modules
 class Teacher:
     """A dense network that a smaller one learns from: ``loss = 0.1 * loss + 0.9 * teacher(images, outputs)``.
 
-    Holds a copy of ``model`` in eval mode, without gradients, and moves it to where the inputs are; it is no
-    `nn.Module`, so that no optimiser, checkpoint or `DistributedDataParallel` takes it in.
+    Holds a copy of ``model`` in eval mode, without gradients, and moves it to the device of the outputs. It
+    is no `nn.Module`, so that no optimiser, checkpoint or `DistributedDataParallel` includes it.
 
     Args:
         model: the trained network, before `prepare`.
         temperature: softens distributions, both the teacher's and the student's.
-        outputs: what the model's output is, as for `compress`; a warning says what it is taken for otherwise.
-        features: blocks by module path, such as ``["layer2", "layer3"]``: what they give is drawn together, too, on
-            the channels that the student keeps. The student is called through `watch`.
+        outputs: the kinds of the model's outputs, as for `compress`; without them, a warning tells the kinds.
+        features: blocks by module path, such as ``["layer2", "layer3"]``: their outputs are drawn together,
+            too, on the channels that the student keeps. The student is called through `watch`.
 
-    Raises `InputError` for what is no model or a prepared one, and for a temperature that is not positive.
+    Raises `InputError` for a prepared model or no model, and for a temperature that is not positive.
     """
 
     def __init__(
@@ -68,9 +68,9 @@ class Teacher:
         self._student: Student | None = None
 
     def watch(self, student: nn.Module) -> Student:
-        """Return what to call instead of the student, so that its features are seen: ``teacher.watch(smaller)(x)``.
+        """Return a callable that replaces the student and shows its features: ``teacher.watch(smaller)(x)``.
 
-        A prepared model, what `convert` returns, or a module whose named blocks have all of their channels.
+        ``student``: a prepared or converted model, or a module whose named blocks have all of their channels.
         """
         if not isinstance(student, nn.Module):
             raise InputError(f"watch needs an nn.Module, not {type(student).__name__}")
@@ -78,15 +78,15 @@ class Teacher:
         return self._student
 
     def __call__(self, inputs: Any, outputs: Any) -> Tensor:
-        """Return how far the student's answers are from the teacher's, a sum over the outputs that count.
+        """Return the distance of the student's answers from the teacher's, a sum over the outputs that count.
 
-        Of class scores it is the mean Kullback-Leibler divergence in nats, as of yes or no; of anything else the
-        squared error relative to the variance of the teacher's answers, as of features.
+        For class scores, and for yes or no, it is the mean Kullback-Leibler divergence in nats; for anything
+        else, and for features, the squared error relative to the variance of the teacher's answers.
 
-        ``inputs``: what the student was called with: a tensor, a tuple of several, or a dict of keyword inputs.
-        ``outputs``: what it returned. Runs in the caller's `torch.autocast`; the distance is computed in float32.
+        ``inputs``: the student's inputs: a tensor, a tuple of several, or a dict of keyword inputs;
+        ``outputs``: its outputs. Runs in the caller's `torch.autocast`; computes the distance in float32.
 
-        Raises `InputError` where the two have not the same outputs, and for inputs that the teacher does not take.
+        Raises `InputError` if the two have different outputs, and for inputs that the teacher does not take.
         """
         theirs, student = named_tensors(outputs), self._student
         if self.features and (student is None or not student.found):
@@ -125,7 +125,7 @@ class Teacher:
         return self.readings
 
     def _matching(self, name: str, theirs: Mapping[str, Tensor], mine: Tensor) -> Tensor:
-        """The student's tensor of this name; of a lone one that of its shape (GoogLeNet returns more in training)."""
+        """Return the student's tensor of this name; a lone one by shape (GoogLeNet adds more in training)."""
         answer = theirs.get(name)
         if answer is None and len(self.readings) == 1:
             answer = next((tensor for tensor in theirs.values() if tensor.shape == mine.shape), None)
@@ -139,7 +139,7 @@ class Teacher:
         return answer
 
     def _distance(self, reading: Reading, student: Tensor, teacher: Tensor) -> Tensor:
-        """The mean over images and positions; both as `Reading.scores` gives them."""
+        """Return the mean distance over images and positions, of tensors as `Reading.scores` gives them."""
         if reading.kind == "values":
             variance = spread(teacher)
             return (student - teacher).square().mean() / torch.where(variance > 0, variance, 1.0)

@@ -1,1 +1,1 @@
-"""Networks by name, with weights and images for them: what the commands take."""
+"""The commands' networks by name, with weights and images."""

@@ -1,4 +1,4 @@
-"""What the outputs of a run's networks are, and how far those of two networks agree."""
+"""The kinds of a run's outputs, and the agreement between two networks' outputs."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from smcp_fx.output_kinds import Reading, named_tensors
 
 @dataclass(frozen=True)
 class Answers:
-    """Readings of the outputs that count, by name, and the variances over the test samples of those with values."""
+    """Readings of the outputs that count, by name, and their variances over the test samples."""
 
     readings: Mapping[str, Reading]
     variances: Mapping[str, float]
 
     @property
     def kinds(self) -> dict[str, str]:
-        """The readings as the library takes them of users."""
+        """The readings in the form that users give."""
         return {
             name: f"classes:{reading.dim}" if reading.kind == "classes" else reading.kind
             for name, reading in self.readings.items()
@@ -29,17 +29,17 @@ class Answers:
 
     @property
     def classes(self) -> int:
-        """How many classes the first output has; 0 where it has none."""
+        """The number of classes of the first output; 0 if it has none."""
         first = next(iter(self.readings.values()))
         return first.shape[first.dim] if first.kind == "classes" else 0
 
     def agreement(self, outputs: Any, wanted: Mapping[str, Tensor], alone: bool = False) -> float:
-        """Return the sum over samples of how far outputs agree, from 0 to 1: the mean over outputs.
+        """Return the agreement, from 0 to 1 per sample: the mean over outputs, summed over samples.
 
-        The samples are along the first axis, unless all is of one (``alone``).
+        Samples lie along the first axis, unless the outputs belong to a single one (``alone``).
 
-        Of classes, and of yes or no, it is the share of equal answers, of values 1 less the squared error relative to
-        their variance.
+        For classes, and for yes or no, it is the share of equal answers; for values, 1 less the squared error
+        relative to their variance.
         """
         ours, parts = named_tensors(outputs), []
         for name, reading in self.readings.items():

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torchvision.ops import batched_nms, box_convert, box_iou
 
-#: The scale of offsets of centres and of logarithms of sides, as in Liu et al.'s code.
+#: The scales of centre offsets and of logarithms of sides, as in Liu et al.'s code.
 _VARIANCES = (0.1, 0.1, 0.2, 0.2)
 
 
@@ -38,7 +38,7 @@ def prior_boxes(sides: Sequence[int], scales: Sequence[float], ratios: Sequence[
 
 
 def encode(corners: Tensor, priors: Tensor) -> Tensor:
-    """Offsets [..., 4] of boxes (corners) from priors (centres), divided by the variances."""
+    """Return offsets [..., 4] of boxes (corners) from priors (centres), divided by the variances."""
     boxes: Tensor = box_convert(corners, "xyxy", "cxcywh")
     centres = (boxes[..., :2] - priors[..., :2]) / priors[..., 2:]
     sides = (boxes[..., 2:] / priors[..., 2:]).log()
@@ -47,7 +47,7 @@ def encode(corners: Tensor, priors: Tensor) -> Tensor:
 
 
 def decode(offsets: Tensor, priors: Tensor) -> Tensor:
-    """Boxes as corners [..., 4] from offsets and priors (centres): the inverse of `encode`."""
+    """Return boxes as corners [..., 4] from offsets and priors (centres): the inverse of `encode`."""
     scaled = offsets * offsets.new_tensor(_VARIANCES)
     centres = scaled[..., :2] * priors[..., 2:] + priors[..., :2]
     sides = scaled[..., 2:].exp() * priors[..., 2:]
@@ -58,8 +58,8 @@ def decode(offsets: Tensor, priors: Tensor) -> Tensor:
 def match(boxes: Tensor, labels: Tensor, priors: Tensor) -> tuple[Tensor, Tensor]:
     """Give every prior a box and a label: offsets [priors, 4] and labels [priors], 0 for background.
 
-    ``boxes`` [n, 4] as corners with ``labels`` [n] from 1. A prior takes the box it overlaps most if their
-    intersection over union is at least one half; and each box has the prior that overlaps it most.
+    ``boxes`` [n, 4] are corners, ``labels`` [n] count from 1. A prior takes the box that it overlaps most, if
+    their intersection over union is at least one half. Each box also takes the prior that overlaps it most.
     """
     if not len(boxes):
         return torch.zeros_like(priors), labels.new_zeros(len(priors))
@@ -75,7 +75,7 @@ def match(boxes: Tensor, labels: Tensor, priors: Tensor) -> tuple[Tensor, Tensor
 
 @dataclass(frozen=True)
 class Suppression:
-    """Which detections are kept: Liu et al., section 3.1."""
+    """The rule for keeping detections: Liu et al., section 3.1."""
 
     score: float = 0.01
     overlap: float = 0.45
@@ -89,8 +89,8 @@ def detections(
 ) -> list[dict[str, Tensor]]:
     """Turn a batch's outputs into boxes (corners, shares of the image), labels from 1, and scores, image by image.
 
-    Offsets [N, priors, 4] and class scores [N, priors, classes] before the softmax. Of each class the
-    ``before`` best above ``score`` go into non-maximum suppression, and the ``after`` best of all remain.
+    Offsets [N, priors, 4] and class scores [N, priors, classes] before the softmax. The ``before`` best of
+    each class above ``score`` go into non-maximum suppression; the ``after`` best of all classes remain.
     """
     rule = suppression or Suppression()
     per_image = []

@@ -1,4 +1,4 @@
-"""Images to train and test on, in the shape a model takes."""
+"""Images for training and testing, in the shape that a model takes."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ _MOST_WORKERS = 8
 class ImageData:
     """Training and test images with integer labels; each sample is ([channels, size, size], label).
 
-    ``workers``: the processes that load them; 0 is this one. ``labelled``: False where the labels mean nothing;
-    ``answers`` then says what the outputs are that stand beside the test samples, once they do. ``alone``: the
-    network takes one sample at a time, so that its outputs may have the samples along no axis.
+    ``workers``: processes that load the images; 0: this one. ``labelled``: False if the labels mean nothing;
+    ``answers`` then gives the kinds of the outputs beside the test samples, once there are any. ``alone``:
+    the network takes one sample at a time, so its outputs need no axis of samples.
     """
 
     name: str
@@ -47,13 +47,13 @@ class ImageData:
     alone: bool = False
 
     def right(self, outputs: Any, labels: Any) -> float:
-        """Return how many of a batch of test samples a network gets right: by labels, or as far as they agree."""
+        """Return how many test samples of a batch are right, by their labels or by ``answers``' agreement."""
         if self.answers is not None:
             return self.answers.agreement(outputs, labels, self.alone)
         return int((outputs.argmax(1).cpu() == labels).sum())
 
     def drawn(self, count: int, seed: int) -> ImageData:
-        """Return the data with this many of the training images."""
+        """Return the data with only this many training images, drawn by ``seed``."""
         order = torch.randperm(len(self.train), generator=torch.Generator().manual_seed(seed))  # type: ignore[arg-type]
         return replace(self, train=Subset(self.train, order[:count].tolist()))
 
@@ -102,7 +102,7 @@ class ImageData:
 
 
 def _told(loader: DataLoader[Any]) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield the loader's batches; an error of a loading process comes without its traceback."""
+    """Yield the loader's batches; strip the traceback from an error of a loading process."""
     try:
         yield from loader
     except InputError as error:
@@ -115,7 +115,7 @@ def as_tuple(inputs: Any) -> tuple[Tensor, ...]:
 
 
 class _Beside(Dataset[Any]):
-    """Samples with the outputs of a network."""
+    """Samples with a network's outputs as labels."""
 
     def __init__(self, samples: Dataset[Any], outputs: list[dict[str, Tensor]]) -> None:
         self.samples, self.outputs = samples, outputs
@@ -145,10 +145,10 @@ def load_data(
 ) -> ImageData:
     """Load ``digits``, ``imagefolder:PATH``, ``images:PATH`` or ``path/to/file.py:factory``.
 
-    ``images:`` takes all images below a folder, without labels (0 classes). ``base``: the folder that relative paths
-    start from (default: the working directory). ``images`` and ``augment``: how image files become inputs.
-    ``workers``: as in `ImageData`; by default one per usable core, eight at most, for image files, else none.
-    Raises `InputError`.
+    ``images:`` takes all images below a folder, without labels (0 classes). ``base``: the folder that
+    relative paths start from (default: the working directory). ``images`` and ``augment``: how image files
+    become inputs. ``workers``: as in `ImageData`; by default none, but for image files one per usable core,
+    eight at most. Raises `InputError`.
     """
     if spec == "digits":
         return replace(_digits(), workers=workers or 0)
@@ -167,7 +167,7 @@ def load_data(
 
 
 def _usable_cores() -> int:
-    """How many cores this process may use, which may be fewer than there are."""
+    """Return the number of cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
@@ -211,7 +211,7 @@ def _from_factory(spec: str, base: Path | None) -> ImageData:
 
 @dataclass(frozen=True)
 class OwnSamples(Dataset[Any]):
-    """A user's data set: its errors and malformed samples become an `InputError` that names the sample.
+    """A user's data set: an error or a malformed sample raises an `InputError` that names the sample.
 
     ``shape`` of the images and number of ``classes``, if already known.
     """
@@ -255,7 +255,7 @@ class OwnSamples(Dataset[Any]):
 
 
 def call_factory(spec: str, base: Path | None = None) -> Any:
-    """Call ``path/to/file.py:factory`` without arguments and return what it returns; ``base`` as in `load_data`."""
+    """Call ``path/to/file.py:factory`` without arguments, return its result; ``base`` as in `load_data`."""
     file, _, name = spec.rpartition(":")
     path = (base or Path()) / file
     if not path.is_file():

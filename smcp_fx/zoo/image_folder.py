@@ -11,7 +11,7 @@ from torch.utils.data import Dataset
 from smcp_fx.errors import InputError
 from smcp_fx.zoo.pretrained import Preprocessing
 
-#: Augmentations, from none to those that large networks are trained with.
+#: Augmentations, from none to the usual one for large networks.
 AUGMENTATIONS = ("none", "usual", "strong")
 
 #: One in this many unlabelled images is a test image. Chosen, not measured.
@@ -21,7 +21,7 @@ FOLD = 5
 def image_folder(
     root: Path, images: Preprocessing | None = None, augment: str = "usual"
 ) -> tuple[Dataset[Any], Dataset[Any], int]:
-    """Return the training and the test images of train/ and val/ (or test/), and the number of classes.
+    """Return the training images in train/, the test images in val/ (or test/), and the number of classes.
 
     ``images``: size, crop and normalisation. ``augment``: "usual" is a random resized crop and a flip, "strong" adds
     TrivialAugment and random erasing, "none" treats training images like test images. Raises `InputError`.
@@ -48,7 +48,7 @@ def image_folder(
 
 
 def absent(root: Path) -> str:
-    """Say so where there is no such folder."""
+    """Return words for a message if the folder is missing."""
     return "" if root.is_dir() else "; there is no such folder"
 
 

@@ -13,10 +13,10 @@ _FIRST = 32
 
 
 class MobileNetV1(nn.Module):
-    """Images [N, 3, H, W] to logits [N, classes].
+    """Maps images [N, 3, H, W] to logits [N, classes].
 
-    A 3x3 convolution of stride 2, 13 pairs of a depthwise 3x3 and a pointwise 1x1 convolution, each with batch
-    norm and ReLU, the mean over positions, and a linear layer.
+    A 3x3 convolution of stride 2; 13 pairs of a depthwise 3x3 and a pointwise 1x1 convolution, each with
+    batch norm and ReLU; the mean over positions; a linear layer.
     """
 
     def __init__(self, num_classes: int = 1000) -> None:

@@ -1,4 +1,4 @@
-"""Models by name, made to fit the data: its classes, its channels, its size."""
+"""Models by name, fitted to the data's classes, channels and size."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ _SIZES = (32, 64, 96, 128, 160, 192, 224, 256, 299)
 
 @dataclass(frozen=True)
 class FittedModel:
-    """A model, and the images it takes: ``channels`` x ``size`` x ``size``; ``notes`` say what was adapted.
+    """A model, and the images it takes: ``channels`` x ``size`` x ``size``; ``notes`` list adaptations.
 
-    ``accuracy``: published for its weights, a fraction; None if unknown. ``trained``: all its layers came with
-    weights.
+    ``accuracy``: the published accuracy of its weights, a fraction; None if unknown. ``trained``: all layers
+    came with weights.
     """
 
     model: nn.Module
@@ -43,7 +43,7 @@ class FittedModel:
     output_names: tuple[str, ...] = ()  # of an ONNX file
 
     def examples(self, batch: int) -> tuple[Tensor, ...]:
-        """Return random inputs of so many samples."""
+        """Return random inputs for a batch of this size."""
         if self.output_names:
             return examples_of(self.model, batch)
         return (example_images(batch, self.channels, self.size, self.size),)
@@ -65,7 +65,7 @@ def load_model(
     works. A grey image is repeated over the model's input channels. A torchvision ResNet on images up to 64
     pixels gets a 3x3 stem of stride 1 with the data's channels, unless weights are given.
 
-    Raises `InputError` where nothing fits.
+    Raises `InputError` if nothing fits.
     """
     notes: list[str] = []
     model, name = _classifier(spec, data, weights, base, notes)
@@ -98,7 +98,7 @@ def load_model(
 def _classifier(
     spec: str, data: ImageData, weights: Weights | None, base: Path | None, notes: list[str]
 ) -> tuple[nn.Module, str]:
-    """Return the model, built for the data's classes and channels, and its name; ``notes`` gets what was adapted."""
+    """Return the model, built for the data's classes and channels, and its name; extends ``notes``."""
     kind, _, name = spec.partition(":")
     classes = data.classes or _classes_of(weights)
     if kind == "timm" and name:
@@ -127,9 +127,9 @@ def _classes_of(weights: Weights | None) -> int:
 def build_model(spec: str, **options: Any) -> nn.Module:
     """Build ``torchvision:NAME`` (of any task), ``timm:NAME``, ``onnx:FILE``, ``smcp:NAME`` or ``file.py:factory``.
 
-    ``smcp:`` names networks of the recipes. ``options`` go to the builder of a named network; a file has ``size``, as
-    for `read_network`. Weights are random, but for those of a file.
-    Raises `InputError` for networks that do not exist or cannot be built.
+    ``smcp:`` names networks of the recipes. ``options`` go to the builder of a named network; an ONNX file
+    takes ``size``, as `read_network` does. Weights are random, except those of a file. Raises `InputError`
+    for networks that do not exist or cannot be built.
     """
     kind, _, name = spec.partition(":")
     if kind == "torchvision" and name:
@@ -172,9 +172,9 @@ def example_images(batch: int, *sizes: int) -> Tensor:
 def network_and_inputs(
     spec: str, size: str | None = None, batch: int = 2
 ) -> tuple[nn.Module, tuple[Tensor, ...] | None]:
-    """Build a network as `build_model` does, and random inputs of ``size``; None without one, but of a file its own.
+    """Build a network by `build_model`, and random inputs of ``size``; without it None, but for ONNX files.
 
-    ``size``: of an image, a side ("224") or all sizes without the batch ("3x224x224"); of a file see `read_network`.
+    ``size``: an image's side ("224") or its sizes but the batch ("3x224x224"); of a file, see `read_network`.
     """
     if spec.startswith("onnx:"):
         model = build_model(spec, size=size)
@@ -200,7 +200,7 @@ def _torchvision(name: str, classes: int) -> nn.Module:
 
 
 def _check_name(name: str, names: list[str], refusal: str) -> None:
-    """Raise `InputError`, with the known names that are like it, for one that is unknown."""
+    """Raise `InputError`, with similar known names, if the name is unknown."""
     if name not in names:
         near = difflib.get_close_matches(name, names, 8, 0.5) or [k for k in names if k.startswith(name[:4])]
         raise InputError(f"{refusal} {name!r}" + (f"; it has {', '.join(near[:8])}" if near else ""))

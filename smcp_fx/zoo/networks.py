@@ -1,4 +1,4 @@
-"""The networks of the recipes that torchvision does not have, by name: `NETWORKS`."""
+"""The recipes' networks that torchvision lacks, by name: `NETWORKS`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from smcp_fx.errors import InputError
 from smcp_fx.zoo.mobilenet_v1 import MobileNetV1
 from smcp_fx.zoo.ssd import ssd300_resnet50, ssd512_resnet50
 
-#: name: what builds it, with random weights, for ``num_classes`` classes (a detector: with background)
+#: name: builder, with random weights, for ``num_classes`` classes (a detector's include background)
 NETWORKS: dict[str, Callable[..., nn.Module]] = {
     "mobilenet_v1": MobileNetV1,
     "ssd300_resnet50": ssd300_resnet50,

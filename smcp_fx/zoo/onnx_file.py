@@ -1,4 +1,4 @@
-"""Networks of ONNX files for the commands: the sizes they are read at, and inputs of so many samples."""
+"""Networks of ONNX files for the commands: their input sizes, and random inputs of any batch size."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from smcp_fx.zoo.pretrained import numbers_of
 
 
 def read_network(path: Path | str, size: str | None = None) -> Any:
-    """Return the network of a file, a graph module.
+    """Return a file's network, a graph module.
 
-    ``size``: of its inputs, without the batch: "3x48x320", "320" of all open axes, several inputs with commas. By
-    default the size that the file's metadata names, or one that the network takes. Raises `InputError`.
+    ``size``: its inputs' sizes without the batch: "3x48x320", or "320" for all open axes; commas separate
+    inputs. By default, the size in the file's metadata, or one that the network takes. Raises `InputError`.
     """
     reading = import_runtime("smcp_fx.backends.onnx.importing.reading", "onnx:", "pip install onnxruntime")
     file = reading.read_onnx(path)
@@ -29,13 +29,13 @@ def read_network(path: Path | str, size: str | None = None) -> Any:
 
 
 def takes_several(model: Any) -> bool:
-    """Does a network of a file take several samples at a time?"""
+    """Whether a file's network takes several samples at a time."""
     ports = model.meta["onnx"].inputs
     return all(0 in port.open_axes for port in ports) or len(model.example_input_array[0]) > 1
 
 
 def examples_of(model: Any, batch: int) -> tuple[Tensor, ...]:
-    """Return random inputs of so many samples; `InputError` where the network does not take them."""
+    """Return random inputs for a batch of this size; `InputError` if the network does not take it."""
     first: tuple[Tensor, ...] = model.example_input_array
     if not takes_several(model) and batch != len(first[0]):
         raise InputError(f"the file takes {len(first[0])} samples at a time: give --batch {len(first[0])}")
@@ -43,7 +43,7 @@ def examples_of(model: Any, batch: int) -> tuple[Tensor, ...]:
 
 
 def writer_like(model: Any) -> Any:
-    """Return what writes files like that of an imported network, for a `Backend`."""
+    """Return a writer of files like an imported network's own, for a `Backend`."""
     return _importing("writing").Writer(model.meta["onnx"])
 
 

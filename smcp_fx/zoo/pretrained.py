@@ -1,4 +1,4 @@
-"""What model libraries publish about their weights: tensors, preprocessing, accuracy."""
+"""Model libraries' published weights: tensors, preprocessing, accuracy."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ import torch
 from smcp_fx.errors import InputError, first_line
 from smcp_fx.zoo.weights import Weights
 
-#: Entries of ONNX's own for images (onnx: docs/MetadataProps.md): mean and deviation of values in [0, 1]; channels.
+#: ONNX's metadata for images (onnx: docs/MetadataProps.md): mean and deviation of values in [0, 1]; channels.
 _RANGES = {
     "NominalRange_0_255": (0.0, 1 / 255),
     "Normalized_0_1": (0.0, 1.0),
     "Normalized_1_1": (0.5, 0.5),
 }
 _FORMATS = {"Rgb8": "rgb", "Bgr8": "bgr"}
-#: Entries that ultralytics' exports have together: their networks take values in [0, 1].
+#: Entries that all ultralytics exports have; their networks take values in [0, 1].
 _ULTRALYTICS = {"stride", "names", "task"}
 
 
 @dataclass(frozen=True)
 class Preprocessing:
-    """How images become inputs: ``size`` of a side, center ``crop`` as a share of the side, normalisation.
+    """The steps from images to inputs: ``size`` of a side, centre ``crop`` as a share of it, normalisation.
 
-    ``order``: of the channels, "rgb" or "bgr".
+    ``order``: the order of the channels, "rgb" or "bgr".
     """
 
     size: int = 224
@@ -40,7 +40,7 @@ class Preprocessing:
     order: str = "rgb"
 
     def normalisation(self) -> str:
-        """Return the order of the channels, and what is subtracted and divided by, in words."""
+        """Return the order of the channels, the mean and the deviation in words."""
         mean, std = (", ".join(f"{value:.4g}" for value in values) for values in (self.mean, self.std))
         return f"{self.order}, values in [0, 1] less {mean}, over {std}"
 
@@ -70,7 +70,7 @@ def preprocessing_of(spec: str) -> Preprocessing:
 
 
 def numbers_of(text: str) -> tuple[float, ...]:
-    """Return the numbers of "0.5, 0.5, 0.5" or "[640, 640]"; none where it is something else."""
+    """Return the numbers in a text like "0.5, 0.5, 0.5" or "[640, 640]"; none for any other text."""
     try:
         return tuple(float(part) for part in text.strip().strip("[]()").split(","))
     except ValueError:
@@ -78,7 +78,7 @@ def numbers_of(text: str) -> tuple[float, ...]:
 
 
 def preprocessing_by(metadata: Mapping[str, str]) -> tuple[Preprocessing, str]:
-    """Return the preprocessing that an ONNX file's metadata tells, and the entries that tell it ("": none)."""
+    """Return the preprocessing in an ONNX file's metadata, and the names of the entries used ("": none)."""
     images, names = Preprocessing(), list[str]()
     spans = {"Image.NominalPixelRange": _RANGES.get(metadata.get("Image.NominalPixelRange", ""))}
     if metadata.keys() >= _ULTRALYTICS:
@@ -99,7 +99,7 @@ def preprocessing_by(metadata: Mapping[str, str]) -> tuple[Preprocessing, str]:
 def pretrained_weights(spec: str, version: str = "DEFAULT") -> Weights:
     """Return the published ImageNet weights of ``torchvision:NAME`` or ``timm:NAME``, from the cache or the internet.
 
-    ``version`` names one of torchvision's. Raises `InputError` if there are none, or they cannot be fetched.
+    ``version``: of torchvision's weights. Raises `InputError` if there are none, or they cannot be fetched.
     """
     kind, _, name = spec.partition(":")
     if kind == "torchvision":

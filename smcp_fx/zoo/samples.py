@@ -18,15 +18,15 @@ from smcp_fx.zoo.data import ImageData
 from smcp_fx.zoo.image_folder import FOLD, absent, image_files, read_image
 from smcp_fx.zoo.pretrained import Preprocessing
 
-#: Test samples whose outputs are kept to compare with, at most. Chosen, not measured.
+#: Most test samples whose outputs are kept for comparison. Chosen, not measured.
 _MOST_TESTS = 512
 
 
 @dataclass(frozen=True)
 class Samples(ImageData):
-    """Unlabelled samples of any inputs; ``most``: how many the network takes at once.
+    """Unlabelled samples of any inputs; ``most``: the largest batch that the network takes.
 
-    A batch is a tensor, or a tuple of them where the network has several inputs.
+    A batch is a tensor, or a tuple of tensors if the network has several inputs.
     """
 
     most: int = 64
@@ -71,7 +71,7 @@ def load_samples(
 
 
 def _alone(samples: list[tuple[Any, Any]]) -> tuple[Any, Any]:
-    """Return one sample as a batch, and the outputs beside it as the network gives them."""
+    """Return one sample as a batch, with the outputs beside it unchanged."""
     ((inputs, outputs),) = samples
     return default_collate([inputs]), outputs
 
@@ -82,7 +82,7 @@ def _told(examples: dict[str, Tensor]) -> str:
 
 @dataclass(frozen=True)
 class _Prepared:
-    """An image file as one input like ``example``, [c, h, w] or [h, w, c]: floats normalised, integers 0 to 255."""
+    """Turns image files into inputs like ``example``, [c, h, w] or [h, w, c]; normalises only floats."""
 
     example: Tensor
     images: Preprocessing
@@ -95,12 +95,12 @@ class _Prepared:
 
     @property
     def last(self) -> bool:
-        """Are its channels the last axis?"""
+        """Whether the channels are the last axis."""
         return self.example.shape[-1] in (1, 3) and self.example.shape[0] not in (1, 3)
 
     @property
     def channels(self) -> int:
-        """Their number."""
+        """The number of channels."""
         return self.example.shape[-1 if self.last else 0]
 
     def __call__(self, file: str) -> Tensor:

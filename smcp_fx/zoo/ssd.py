@@ -1,7 +1,7 @@
-"""SSD with a ResNet-50 trunk, as the paper's supplement describes it: SSD512-RN50, and its rival SSD300-RN50.
+"""SSD with a ResNet-50 trunk, as in the paper's supplement: SSD512-RN50, and its rival SSD300-RN50.
 
-The trunk alone is a network here: images to box offsets and class scores. Prior boxes, decoding and suppression
-are in `smcp_fx.zoo.boxes`; so the whole module traces as one graph.
+The network maps images to box offsets and class scores. Prior boxes, decoding and suppression are in
+`smcp_fx.zoo.boxes`, so that the whole module traces as one graph.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from smcp_fx.zoo.boxes import prior_boxes
 
 @dataclass(frozen=True)
 class Detector:
-    """What tells SSD300 from SSD512.
+    """The settings in which SSD300 and SSD512 differ.
 
-    ``size``: pixels a side; ``extras``: (bottleneck channels, channels, stride, padding) of each pair of layers
-    behind the trunk; ``scales``: sides of the square priors as shares of the image, one more than maps;
-    ``ratios``: for each map the aspect ratios beside 1.
+    ``size``: pixels per side; ``extras``: (bottleneck channels, channels, stride, padding) of each pair of
+    layers behind the trunk; ``scales``: sides of the square priors as shares of the image, one more than
+    there are maps; ``ratios``: each map's aspect ratios besides 1.
     """
 
     size: int
@@ -31,14 +31,14 @@ class Detector:
     ratios: tuple[tuple[int, ...], ...]
 
 
-#: Feature maps of 64, 32, 16, 8, 4, 2 and 1 positions a side; scales of Liu et al. (2016) for VOC.
+#: Feature maps of 64, 32, 16, 8, 4, 2 and 1 positions per side; scales of Liu et al. (2016) for VOC.
 SSD512 = Detector(
     512,
     ((256, 512, 2, 1), (256, 512, 2, 1), *((128, 256, 2, 1),) * 4),
     (0.07, 0.15, 0.3, 0.45, 0.6, 0.75, 0.9, 1.05),
     ((2,), (2, 3), (2, 3), (2, 3), (2, 3), (2,), (2,)),
 )
-#: Feature maps of 38, 19, 10, 5, 3 and 1 positions a side.
+#: Feature maps of 38, 19, 10, 5, 3 and 1 positions per side.
 SSD300 = Detector(
     300,
     ((256, 512, 2, 1), (256, 512, 2, 1), (128, 256, 2, 1), (128, 256, 1, 0), (128, 256, 1, 0)),
@@ -48,11 +48,11 @@ SSD300 = Detector(
 
 
 class SSDResNet50(nn.Module):
-    """Images [N, 3, S, S] to offsets [N, priors, 4] and class scores [N, priors, classes], class 0 background.
+    """Maps images [N, 3, S, S] to offsets [N, priors, 4], scores [N, priors, classes]; class 0: background.
 
-    The backbone is the first three stages of ResNet-50; the third has stride 1, so that it ends at an eighth of the
-    image. Pairs of a 1x1 and a 3x3 convolution with batch norms follow. Each feature map has a 3x3 convolution for
-    offsets and one for scores.
+    The backbone is the first three stages of ResNet-50; the third has stride 1, so that it ends at an eighth
+    of the image. Pairs of a 1x1 and a 3x3 convolution with batch norms follow. Each feature map has one 3x3
+    convolution for offsets and one for scores.
     """
 
     def __init__(self, detector: Detector, classes: int = 21) -> None:
@@ -110,7 +110,7 @@ class SSDResNet50(nn.Module):
 
 
 def feature_sides(detector: Detector, size: int) -> tuple[int, ...]:
-    """Positions a side of each feature map, for images of ``size`` pixels; `InputError` where one vanishes."""
+    """Return the feature maps' positions per side for ``size`` pixels; `InputError` if a map vanishes."""
     sides = [-(-size // 8)]
     for _, _, stride, padding in detector.extras:
         sides.append((sides[-1] + 2 * padding - 3) // stride + 1)
@@ -127,15 +127,15 @@ def priors_of(detector: Detector, size: int) -> Tensor:
 
 
 def ssd512_resnet50(num_classes: int = 21) -> SSDResNet50:
-    """SSD512 with a ResNet-50 trunk and random weights."""
+    """Return SSD512 with a ResNet-50 trunk and random weights."""
     return SSDResNet50(SSD512, num_classes)
 
 
 def ssd300_resnet50(num_classes: int = 21) -> SSDResNet50:
-    """SSD300 with a ResNet-50 trunk and random weights."""
+    """Return SSD300 with a ResNet-50 trunk and random weights."""
     return SSDResNet50(SSD300, num_classes)
 
 
 def _by_prior(values: Tensor, each: int) -> Tensor:
-    """[N, priors a position * each, H, W] to [N, H * W * priors a position, each]."""
+    """Reshape [N, priors per position * each, H, W] to [N, H * W * priors per position, each]."""
     return values.permute(0, 2, 3, 1).reshape(values.shape[0], -1, each)

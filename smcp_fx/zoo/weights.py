@@ -1,4 +1,4 @@
-"""Weights as training scripts save them, fitted to a model."""
+"""Reads weights from training scripts' files, and fits them to a model."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _HOLDERS = (
     *("state_dict_ema", "model_ema", "ema_state_dict", "ema", "ema_model"),
     *("state_dict", "model", "model_state", "model_state_dict", "net", "network", "weights", "params", "module"),
 )  # fmt: skip
-#: Keys under which they store accuracy, in percent or as a fraction.
+#: Keys under which training scripts store accuracy, in percent or as a fraction.
 _SCORES = (
     *("best_acc1", "acc1", "best_acc", "best_accuracy", "accuracy", "acc", "best_top1", "top1", "best_prec1"),
     *("val_acc", "test_acc", "metric"),
@@ -36,7 +36,7 @@ _NAMED = 3
 class Weights:
     """A state dict, its source, and its accuracy there (a fraction; None if unknown).
 
-    ``notes`` say what was chosen or left out; ``whole``: no layer was left out.
+    ``notes`` list choices and omissions; ``whole``: no layer was left out.
     """
 
     state: dict[str, Tensor]
@@ -47,9 +47,9 @@ class Weights:
 
 
 def read_weights(path: Path | str) -> Weights:
-    """Read a state dict, or a training script's checkpoint with one in it; no code of the file is run.
+    """Read a state dict, or the one in a training script's checkpoint; no code of the file runs.
 
-    Raises `CheckpointError` for files that are missing, damaged, whole models, or hold no weights.
+    Raises `CheckpointError` for missing and damaged files, for whole models, and for files without weights.
     """
     file = Path(path)
     if not file.is_file():
@@ -77,12 +77,12 @@ def read_weights(path: Path | str) -> Weights:
 
 
 def load_weights(model: nn.Module, weights: Weights, classes: int | None = None) -> Weights:
-    """Load weights into a model and return them with notes on what was adapted.
+    """Load weights into a model and return them with notes on adaptations.
 
-    Prefixes of wrappers (``module.``, ``_orig_mod.``, ``model.``, or any that makes names fit) are removed or added.
-    A last layer for other classes than ``classes``, or missing in the file, keeps its random start, and the noted
-    accuracy no longer counts. Raises `CheckpointError`, and leaves the model as it was, where weights are missing, of
-    other shapes, or not finite.
+    Prefixes of wrappers (``module.``, ``_orig_mod.``, ``model.``, or any that makes names fit) are removed or
+    added. If the file's last layer is missing or has another number of classes, the layer keeps its random
+    start, and the noted accuracy no longer counts. Raises `CheckpointError`, and leaves the model as it was,
+    if weights are missing, of other shapes, or not finite.
     """
     own = model.state_dict()
     state, renamed = _renamed(weights.state, own)
@@ -127,7 +127,7 @@ def _unfit(weights: Weights, model: nn.Module, why: str) -> CheckpointError:
 
 
 def _plain_classes() -> list[Any]:
-    """Return classes that training scripts store beside weights, and that are safe to build."""
+    """Return classes that training scripts store beside weights and that are safe to build."""
     kinds = {type(np.dtype(kind)) for kind in ("f4", "f8", "i4", "i8", "?")}
     scalar = np.float64(0).__reduce__()[0]
     return [argparse.Namespace, pathlib.PosixPath, pathlib.WindowsPath, np.dtype, scalar, *kinds]
@@ -150,7 +150,7 @@ def _unreadable(file: Path, error: Exception) -> str:
 
 
 def _found(content: Any, place: str = "") -> tuple[dict[str, Tensor] | None, str]:
-    """Return the state dict found in the file's content, and the keys that lead to it."""
+    """Return the state dict in the file's content, and the keys that lead to it."""
     if not isinstance(content, Mapping):
         return None, place
     for key in _HOLDERS:
@@ -192,7 +192,7 @@ def _renamed(state: Mapping[str, Tensor], own: Mapping[str, Tensor]) -> tuple[di
 
 
 def _prefixes(longer: Mapping[str, Tensor], shorter: Mapping[str, Tensor]) -> Iterator[str]:
-    """Return the prefixes that names of ``shorter`` have in ``longer``, each once."""
+    """Yield the prefixes that names of ``shorter`` have in ``longer``, each once."""
     seen = set()
     for name in longer:
         parts = name.split(".")

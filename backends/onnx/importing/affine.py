@@ -1,4 +1,4 @@
-"""Constants that multiply or shift what a convolution or linear layer returns become part of its weights."""
+"""Folds constants that multiply or shift the result of a convolution or linear layer into its weights."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 
 
 def tensor_of(b: Builder, value: Any) -> Tensor | None:
-    """Return the floating-point constant that a node reads."""
+    """Return the floating-point constant that a node holds; None for other nodes."""
     if not isinstance(value, fx.Node) or value.op != "get_attr":
         return None
     owner, _, name = str(value.target).rpartition(".")
@@ -25,7 +25,7 @@ def tensor_of(b: Builder, value: Any) -> Tensor | None:
 
 
 def fold_affine(b: Builder, outputs: list[Any]) -> None:
-    """layer(x) * weight + bias, of one number a channel -> layer(x), where nothing else reads what it returns."""
+    """layer(x) * weight + bias, of one number per channel -> layer(x), if nothing else reads its result."""
     calls = [node.target for node in b.graph.nodes if node.op == "call_module"]
     weights = [id(p) for module in b.root.modules() for p in module._parameters.values()]
     for node in list(b.graph.nodes):
@@ -68,7 +68,7 @@ def _per_channel(b: Builder, node: fx.Node, reader: fx.Node, layer: Any) -> Tens
 
 
 def _fold(reader: fx.Node, layer: Any, value: Tensor) -> bool:
-    """Put the constant into the layer; False where it cannot be."""
+    """Fold the constant into the layer; return False if that is impossible."""
     with torch.no_grad():
         bias = torch.zeros_like(value) if layer.bias is None else layer.bias.detach().clone()
         if reader.target in (operator.add, operator.sub):

@@ -1,4 +1,4 @@
-"""Builds the graph of a network: folds what is constant, and knows each value's sizes at two examples."""
+"""Builds the graph of a network: folds constants, and tracks each value's sizes at two examples."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from smcp_fx.backends.onnx.importing.interface import Shapes
 from smcp_fx.backends.onnx.importing.sizes import Size, SizeArray
 from smcp_fx.errors import InputError, first_line
 
-#: Most elements of a value that is computed, and of all constants that are: 1 and 4 GiB of float32.
+#: Most elements of one computed value, and of all computed constants together: 1 and 4 GiB of float32.
 _MOST_VALUE, _MOST_CONSTANTS = 2**28, 2**30
 
 
@@ -27,13 +27,13 @@ _MOST_KNOWN = 2**20
 
 
 class SizesError(InputError):
-    """Values of these sizes do not go through the network; others may."""
+    """The network does not accept values of these sizes; it may accept others."""
 
 
 class Builder:
-    """A graph, the modules and tensors that it reads, and what each value of the file is there.
+    """A graph, the modules and tensors that it reads, and the counterpart of each value of the file.
 
-    A value is a tensor where it is constant, an `fx.Node`, a `SizeArray`, or a list of values (a sequence).
+    A value is a tensor if it is constant; else an `fx.Node`, a `SizeArray`, or a list of values (a sequence).
     """
 
     def __init__(self, file: OnnxFile, shapes: tuple[Shapes, Shapes], opened: bool = False) -> None:
@@ -43,7 +43,7 @@ class Builder:
         self.root = nn.Module()
         self.values: dict[str, Any] = {"": None}
         self.examples: dict[fx.Node, tuple[Any, Any]] = {}
-        #: Weights of layers, by the matrix and the value.
+        #: Layers' parameters by the ids of the layer's matrix and of the value, both kept with it.
         self.shared: dict[tuple[int, int], tuple[Tensor, Tensor, nn.Parameter]] = {}
         self._named: dict[int, tuple[str, Tensor]] = {}  # constants that the file names
         self._placed: dict[int, fx.Node] = {}  # constants that the graph reads
@@ -71,7 +71,7 @@ class Builder:
         return self._called("call_method", name, function, args, kwargs)
 
     def module(self, path: str, module: nn.Module, *args: Any) -> fx.Node:
-        """Call a module, put at this path or one like it."""
+        """Call a module, placed at this path or at a similar free one."""
         tensors = {
             name: torch.empty_like(value, device="meta")
             for name, value in (*module.named_parameters(), *module.named_buffers())
@@ -86,11 +86,11 @@ class Builder:
     def given_examples(
         self, function: Callable[..., Any], args: tuple[Any, ...], at: tuple[Any, Any]
     ) -> fx.Node:
-        """Call a function in the graph whose result's sizes depend on data: these stand for them."""
+        """Call a function in the graph whose result's sizes depend on data; ``at``: example results."""
         return self._added("call_function", function, (args, {}), list(at))
 
     def item(self, node: fx.Node, index: int) -> Any:
-        """Return an element of what a node returns."""
+        """Return an element of a node's result."""
         return self.call(operator.getitem, node, index)
 
     def full(self, sizes: Sequence[Any], value: float | bool, dtype: torch.dtype) -> Any:
@@ -106,7 +106,7 @@ class Builder:
 
     @property
     def device(self) -> fx.Node:
-        """The device of the first input, for what makes tensors."""
+        """The device of the first input, for calls that make tensors."""
         node = self.graph.call_function(getattr, (self.first, "device"))
         self.examples[node] = (torch.device("cpu"),) * 2
         return node
@@ -123,7 +123,7 @@ class Builder:
         return (tuple(value.shape),) * 2
 
     def rank(self, value: Any) -> int | None:
-        """Return how many axes a value has; None for what is no tensor."""
+        """Return how many axes a value has; None if it is no tensor."""
         if value is None or isinstance(value, (list, int)):
             return None
         if isinstance(value, fx.Node) and not isinstance(self.examples[value][0], Tensor):
@@ -143,12 +143,12 @@ class Builder:
         return Size(self.graph.call_method("size", (value, axis)), (at[0], at[1]))
 
     def known(self, value: Any) -> tuple[Tensor, Tensor] | None:
-        """Return a tensor at both examples, where it follows from sizes alone."""
+        """Return a tensor's values at both examples if they follow from sizes alone; else None."""
         at: tuple[Tensor, Tensor] = self.examples[value]
         return None if any(tensor.is_meta for tensor in at) else at
 
     def has_opened_batch(self, value: Any) -> bool:
-        """Is a value's first axis the batch that the file fixes to one sample, and that was opened?"""
+        """Is a value's first axis the batch, which the file fixes to one sample and the import opened?"""
         at = self.shapes(value)
         return self._batches is not None and bool(at[0]) and (at[0][0], at[1][0]) == self._batches
 
@@ -164,14 +164,14 @@ class Builder:
         return self._named[id(value)][0] if id(value) in self._named else ""
 
     def place(self, path: str, content: nn.Module | Tensor) -> str:
-        """Put a module or tensor at a path, or at one like it that is free; return the path."""
+        """Put a module or tensor at a path, or at a similar free one; return the path used."""
         *folders, last = path.split(".")
         owner, prefix = self.root, ""
         for folder in folders:
             while f"{prefix}{folder}" in self._paths or (
                 hasattr(owner, folder) and folder not in owner._modules
             ):
-                folder += "_"  # a layer, or a name that modules have for themselves
+                folder += "_"  # a layer, or a name of nn.Module's own
             if folder not in owner._modules:
                 owner.add_module(folder, nn.Module())
             owner, prefix = owner.get_submodule(folder), f"{prefix}{folder}."
@@ -189,7 +189,7 @@ class Builder:
         return prefix + free
 
     def make_room(self, path: str) -> None:
-        """Take away a folder of weights that one node each reads, for the layer that is made of them."""
+        """Free the path of a folder of weights for the layer made of them, if each weight has one user."""
         folder = dict(self.root.named_modules()).get(path)
         if folder is None or path in self._paths or list(folder.children()):
             return
@@ -201,7 +201,7 @@ class Builder:
             self._paths -= set(names)
 
     def placed(self, tensor: Tensor) -> fx.Node:
-        """Return the node that reads a constant: a parameter where the file names it and it is no integer."""
+        """Return the node that reads a constant: a parameter if the file names it and it holds floats."""
         if id(tensor) not in self._placed:
             name = self.name_of(tensor)
             weight = bool(name) and tensor.is_floating_point() and tensor.numel() > 1
@@ -211,7 +211,7 @@ class Builder:
             meta = torch.empty_like(tensor, device="meta")
             self.examples[node] = (meta, meta)
             self._placed[id(tensor)] = node
-            self._named.setdefault(id(tensor), ("", tensor))  # keeps it, and so its id
+            self._named.setdefault(id(tensor), ("", tensor))  # keeps the tensor, so that its id stays unique
         return self._placed[id(tensor)]
 
     # ---- inside -------------------------------------------------------------------------------------------
@@ -227,7 +227,7 @@ class Builder:
         return bool(nodes)
 
     def _at(self, function: Callable[..., Any], given: Any, which: int) -> Any:
-        """Return what a function makes at an example: sizes alone, but small values where all it reads is known."""
+        """Return a function's result at an example: sizes, or a small result's values if they are known."""
 
         def example(leaf: Any) -> Any:
             if isinstance(leaf, fx.Node):
@@ -294,7 +294,7 @@ def _on_meta(tensor: Tensor) -> Tensor:
 
 
 def identifier(name: str) -> str:
-    """Return a name of the file as one that Python takes."""
+    """Return a name of the file as a Python identifier."""
     plain = re.sub(r"\W+", "_", name, flags=re.ASCII).strip("_")
     return f"_{plain}" if not plain or plain[0].isdigit() else plain
 
@@ -306,7 +306,7 @@ def attribute_path(name: str) -> str:
 
 
 def module_path(call: Call, weight: str) -> str:
-    """Return the path of a layer: that of its weight, or what the node's name tells of the modules it was in.
+    """Return a layer's path: its weight's, or else the module path in the node's name.
 
     TorchScript's exporter writes /layer1/layer1.0/conv1/Conv for layer1.0.conv1.
     """

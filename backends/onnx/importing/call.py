@@ -1,4 +1,4 @@
-"""A node of the file, with the values of its inputs: what an operator's rule reads."""
+"""A node of the file with the values of its inputs, as an operator's rule reads it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _FAR = 2**31 - 1
 
 @dataclass(frozen=True, eq=False)
 class Call:
-    """A node; ``inputs`` are tensors where they are constant, nodes of the graph, or arrays of sizes.
+    """A node; each of ``inputs`` is a tensor if constant, else a node of the graph or an array of sizes.
 
     ``rank`` is that of the first input.
     """
@@ -59,7 +59,7 @@ class Call:
         return value.decode() if isinstance(value, bytes) else value
 
     def of_rank(self, owner: Any, name: str, rank: int) -> Any:
-        """Return torch's operation over so many dimensions, as nn.Conv2d; `InputError` where it has none."""
+        """Return torch's operation over ``rank`` dimensions, as nn.Conv2d; `InputError` if it has none."""
         if not 1 <= rank <= 3:
             raise self.refused(f"it is over {rank} dimensions, and not 1 to 3")
         return getattr(owner, f"{name}{rank}d")
@@ -73,25 +73,25 @@ class Call:
         return self.inputs[position] if self.has(position) else None
 
     def constant(self, position: int) -> Tensor:
-        """Return an input that must be constant; `InputError` where it is computed."""
+        """Return an input that must be constant; `InputError` if it is computed."""
         value = self.input(position)
         if not isinstance(value, Tensor):
             raise self.refused(f"input {position} ({self.proto.input[position]!r}) is computed from the data")
         return value
 
     def given(self, name: str, position: int) -> list[int] | None:
-        """Return integers: an attribute in old opsets, an input in new ones; None where they are left out."""
+        """Return integers: an attribute in old opsets, an input in new ones; None if they are left out."""
         if name in self.attributes:
             value = self.attributes[name]
             return [int(value)] if isinstance(value, int) else [int(v) for v in value]
         return [int(v) for v in self.constant(position).reshape(-1)] if self.has(position) else None
 
     def new_axes(self) -> list[int]:
-        """Return the axes that the result has beside the input's."""
+        """Return the axes that the result has in addition to the input's."""
         return self.axes(len(self.given("axes", 1) or []))
 
     def axes(self, extra: int = 0) -> list[int]:
-        """Return the axes, counted from the front; ``extra``: so many more axes has the result."""
+        """Return the axes, counted from the front; ``extra``: how many more axes the result has."""
         axes = self.given("axes", 1) or []
         rank = self.rank
         if any(axis < 0 for axis in axes) and rank is None:
@@ -125,7 +125,7 @@ class Call:
         return starts, [_end(end) for end in ends], [axis % self.rank for axis in axes], steps
 
     def sizes(self, position: int) -> list[Any]:
-        """Return the numbers and sizes that an input holds; `InputError` where it follows from data."""
+        """Return the numbers and sizes that an input holds; `InputError` if it follows from data."""
         value = self.input(position)
         if isinstance(value, SizeArray):
             return value.flat

@@ -1,4 +1,4 @@
-"""The file in ONNX Runtime beside the module: equal outputs, or an error that names the first node that differs."""
+"""Compares the module with the file in ONNX Runtime; an error names the first node that differs."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from smcp_fx.backends.onnx.importing.network import VALUE
 from smcp_fx.backends.onnxruntime.session import create_session, run_session, session_options
 from smcp_fx.errors import BackendError, InputError
 
-#: So many intermediate values are computed in a run while the first one that differs is sought.
+#: The number of intermediate values per run in the search for the first that differs.
 _AT_A_TIME = 64
-#: ONNX Runtime's option for where weights beside the file are, when it gets the model's bytes.
+#: ONNX Runtime's option for the folder of weights beside the file, if it gets the model as bytes.
 _FOLDER_OF_WEIGHTS = "session.model_external_initializers_file_folder_path"
 
 
 def compare(file: OnnxFile, module: fx.GraphModule, inputs: Sequence[tuple[Tensor, ...]]) -> None:
-    """Raise `BackendError` where ONNX Runtime computes something else from the file than the module does."""
+    """Raise `BackendError` if the file in ONNX Runtime and the module compute different outputs."""
     session = create_session(file.path, session_options(exact=True))
     for example in inputs:
         actual = run_session(session, _feed(file, example))
@@ -37,7 +37,7 @@ def compare(file: OnnxFile, module: fx.GraphModule, inputs: Sequence[tuple[Tenso
 
 
 def opens_the_batch(file: OnnxFile, module: fx.GraphModule, inputs: tuple[Tensor, ...]) -> bool:
-    """Does a module that takes several samples compute for each what ONNX Runtime computes from it alone?"""
+    """Does the module compute for each of several samples the same as ONNX Runtime for that one alone?"""
     session = create_session(file.path, session_options(exact=True))
     rows = [tuple(tensor[i : i + 1] for tensor in inputs) for i in range(inputs[0].shape[0])]
     alone = [run_session(session, _feed(file, row)) for row in rows]
@@ -84,7 +84,7 @@ def _told(
     actual: list[Array],
     expected: list[Array],
 ) -> str:
-    """Say which output differs, and which node is the first."""
+    """Return a message that names the output and the first node that differ."""
     names = [port.name for port in file.interface.outputs]
     name, a, b = next(
         (name, a, b) for name, a, b in zip(names, actual, expected, strict=True) if _differs(file, a, b)
@@ -100,7 +100,7 @@ def _told(
 
 
 def _first_difference(file: OnnxFile, module: fx.GraphModule, inputs: tuple[Tensor, ...]) -> str:
-    """Run both with all values as outputs, some at a time, and return the node that makes the first that differs."""
+    """Compare all intermediate values, some at a time, and return the first node whose value differs."""
     here = _Recorder(module)
     with torch.no_grad():
         here.run(*inputs)
@@ -129,7 +129,7 @@ class _Recorder(fx.Interpreter):
 
 
 def _values(file: OnnxFile, names: list[str], inputs: tuple[Tensor, ...]) -> list[Array]:
-    """What ONNX Runtime computes of these values."""
+    """Return these values as ONNX Runtime computes them."""
     model = onnx.ModelProto()
     model.CopyFrom(file.model)
     del model.graph.output[:]

@@ -48,7 +48,7 @@ def scalar(value: Any) -> Any:
 
 
 def operands(b: Builder, call: Call) -> list[Any]:
-    """Return the inputs with numbers for constants of one element, where the other one is a tensor of higher rank."""
+    """Return the inputs; one-element constants become numbers if a computed input has at least their rank."""
     long = [isinstance(v, SizeArray) and v.values.size > 1 for v in call.inputs]
     values = [b.tensor(v) if several else v for v, several in zip(call.inputs, long, strict=True)]
     ranks = [b.rank(value) or 0 for value in values]
@@ -78,7 +78,7 @@ def _mod(b: Builder, call: Call) -> Any:
 
 
 def _folded(function: Callable[..., Any]) -> Rule:
-    """Of several operands: two by two."""
+    """Return a rule that applies a function of two operands to all operands in turn."""
     return lambda b, call: reduce(lambda left, right: b.call(function, left, right), call.inputs)
 
 
@@ -122,7 +122,7 @@ def _prelu(b: Builder, call: Call) -> Any:
 
 
 def with_attributes(function: Callable[..., Any], **defaults: float | None) -> Rule:
-    """Of one operand and attributes that the function takes by position, in this order."""
+    """Return a rule for one operand and attributes, which the function takes by position in this order."""
     return lambda b, call: b.call(
         function, call.inputs[0], *(call.attribute(name, value) for name, value in defaults.items())
     )

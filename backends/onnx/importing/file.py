@@ -1,4 +1,4 @@
-"""An ONNX file, read with suspicion: its graph, its tensors, and what it calls its inputs and outputs."""
+"""An ONNX file, read with suspicion: its graph, its tensors, and its inputs and outputs."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from torch import Tensor
 from smcp_fx.backends.onnx.importing.interface import DTYPES, Interface, interface_of
 from smcp_fx.errors import InputError
 
-#: protobuf reads no message that is longer.
+#: protobuf reads no longer message.
 _LARGEST_FILE = 2**31 - 1
 #: Most elements of one tensor, and of all in other files: 8 GiB of float32.
 _MOST_ELEMENTS = 2**31
-#: ai.onnx has had these shapes of operators since then.
+#: Since this opset of ai.onnx, operators have the form that the importer reads.
 _OLDEST_OPSET = 7
 #: Most nodes that functions may make, and how deep they may call each other.
 _MOST_NODES, _DEEPEST = 10**6, 64
@@ -36,7 +36,7 @@ _DOMAINS = ("", "ai.onnx")
 
 @dataclass(frozen=True)
 class OnnxFile:
-    """A file's model, its functions inlined; weights in other files are not loaded before they are asked for."""
+    """A file's model, its functions inlined; weights in other files are loaded on demand."""
 
     path: Path
     model: onnx.ModelProto
@@ -61,7 +61,7 @@ class OnnxFile:
         return InputError(f"{self.path}: {why}")
 
     def tensor(self, proto: TensorProto) -> Tensor:
-        """Return a tensor of the file; half precision is widened to float32. `InputError` for what is no tensor."""
+        """Return a tensor of the file, half precision widened to float32; `InputError` if it is damaged."""
         kind = DTYPES.get(proto.data_type)
         if kind is None:
             name = (
@@ -82,7 +82,7 @@ class OnnxFile:
         return torch.tensor(array).to(kind)
 
     def beside(self, proto: TensorProto) -> Path:
-        """Return the file that a tensor lies in, beside this one; `InputError` where that is elsewhere or missing."""
+        """Return the file beside this one with a tensor's data; `InputError` if it is not there."""
         fields = {entry.key: entry.value for entry in proto.external_data}
         location, folder = str(fields.get("location", "")), self.path.parent.resolve()
         data: Path = folder / location
@@ -96,7 +96,7 @@ class OnnxFile:
         return data
 
     def _external(self, proto: TensorProto, count: int) -> np.ndarray[Any, Any]:
-        """Read a tensor of another file."""
+        """Read a tensor whose data is in another file."""
         fields, data = {entry.key: entry.value for entry in proto.external_data}, self.beside(proto)
         kind = np.dtype(onnx.helper.tensor_dtype_to_np_dtype(proto.data_type))
         offset, length = (
@@ -112,7 +112,7 @@ class OnnxFile:
 
 
 def read_onnx(path: Path | str) -> OnnxFile:
-    """Read a file; `InputError` for one that is none, is quantised, or has operators of other domains."""
+    """Read a file; `InputError` if it is not ONNX, is quantised, or has operators of other domains."""
     path = Path(path)
     if not path.is_file():
         raise InputError(f"{path}: there is no such file")
@@ -137,9 +137,9 @@ def read_onnx(path: Path | str) -> OnnxFile:
     _check_operators(file)
     beside = [tensor for tensor in _tensors(file.graph) if tensor.external_data]
     for tensor in beside:
-        file.beside(tensor)  # ONNX Runtime opens those that nothing here reads, too
+        file.beside(tensor)  # checks all: ONNX Runtime also opens those not read here
     if sum(abs(math.prod(tensor.dims)) for tensor in beside) > _MOST_ELEMENTS:
-        # Of one place, perhaps.
+        # They may all name the same bytes.
         raise file.refused(f"its weights have more than {_MOST_ELEMENTS} elements in all")
     if file.opset < _OLDEST_OPSET:
         raise file.refused(f"opset {file.opset} is too old: export it again, in {_OLDEST_OPSET} or later")
@@ -163,7 +163,7 @@ def _check_operators(file: OnnxFile) -> None:
 
 
 def _inlined(model: onnx.ModelProto) -> int:
-    """Return how many nodes the main graph has with functions' nodes in their places, or more than are allowed."""
+    """Return the main graph's number of nodes with all functions inlined, or more than are allowed."""
     bodies = {(function.domain, function.name): function.node for function in model.functions}
     counts: dict[tuple[str, str], int] = {}
 
@@ -190,9 +190,9 @@ def _nodes(nodes: Iterable[onnx.NodeProto]) -> Iterator[onnx.NodeProto]:
 
 
 def in_order(graph: onnx.GraphProto) -> list[onnx.NodeProto]:
-    """Return a graph's nodes, each after those whose values it reads; as they are if that is a circle.
+    """Return a graph's nodes, each after the nodes that it reads; in the file's order if there is a cycle.
 
-    ONNX asks for that order, but runtimes take others, and converters to half precision write them.
+    ONNX requires that order, but runtimes accept others, and converters to half precision write them.
     """
     nodes = list(graph.node)
     makers = {name: place for place, node in enumerate(nodes) for name in node.output if name}
@@ -210,7 +210,7 @@ def in_order(graph: onnx.GraphProto) -> list[onnx.NodeProto]:
 
 def _inside(node: onnx.NodeProto) -> Iterator[onnx.GraphProto]:
     for attribute in node.attribute:
-        yield from (attribute.g, *attribute.graphs)  # an empty one where there is none
+        yield from (attribute.g, *attribute.graphs)  # an empty graph if there is none
 
 
 def _tensors(graph: onnx.GraphProto) -> Iterator[TensorProto]:

@@ -1,4 +1,4 @@
-"""What an ONNX file calls its inputs and outputs, which axes are open, and example inputs of two sizes."""
+"""An ONNX file's inputs and outputs: their names and open axes, and example inputs of two sizes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from smcp_fx.errors import InputError
 
-#: PyTorch's types of a file's; half precision is computed in float32, and unsigned integers in int64.
+#: PyTorch's type for each of ONNX's; half precision is computed in float32, and unsigned integers in int64.
 DTYPES: dict[int, torch.dtype] = {
     TensorProto.FLOAT: torch.float32,
     TensorProto.FLOAT16: torch.float32,
@@ -31,8 +31,8 @@ DTYPES: dict[int, torch.dtype] = {
     TensorProto.UINT64: torch.int64,
     TensorProto.BOOL: torch.bool,
 }
-#: Pairs of sizes that are tried for open axes other than the batch; the pairs of an image's height may be one size.
-#: They differ by more than a network's stride, so that a size that follows from them differs, too.
+#: Pairs of sizes to try for open axes other than the batch; later pairs keep an image's height the same.
+#: Sizes differ by more than a network's stride, so that the sizes that follow from them differ, too.
 _PAIRS = ((64, 160), (224, 480), (32, 96), (640, 960))
 _HEIGHTS = (48, 32, 64, 80, 224)
 _BATCHES = (2, 3)
@@ -44,7 +44,7 @@ Shapes = tuple[tuple[int, ...], ...]
 
 @dataclass(frozen=True)
 class Port:
-    """An input or output: its name, element type in the file, and sizes: numbers, or names where they are open."""
+    """An input or output: its name, element type in the file, and sizes (numbers, or names if open)."""
 
     name: str
     kind: int
@@ -57,14 +57,14 @@ class Port:
 
     @property
     def open_axes(self) -> dict[int, str]:
-        """Axis: its name, of those that are open."""
+        """The names of the open axes, by axis."""
         return {axis: size for axis, size in enumerate(self.sizes) if isinstance(size, str)}
 
     def _batch(self) -> int:
         return _BATCHES[0] if 0 in self.open_axes else int(self.sizes[0])
 
     def shape_of(self, sizes: Sequence[int]) -> tuple[int, ...]:
-        """Return the shape with sizes given as for `Interface.shapes_of`; `InputError` if they are not the file's."""
+        """Return the shape with sizes as for `Interface.shapes_of`; `InputError` if the file has others."""
         rest = [axis for axis in self.open_axes if axis]
         shape: tuple[int, ...] = tuple(sizes)
         if len(sizes) == len(self.sizes) - 1:
@@ -93,7 +93,7 @@ class Interface:
     half: bool = False
 
     def pairs_of_shapes(self) -> Iterator[tuple[Shapes, Shapes]]:
-        """Yield shapes of all inputs at two sizes, the likeliest first; one pair where nothing is open."""
+        """Yield shapes of all inputs at two sizes, the likeliest first; one pair if nothing is open."""
         for heights, widths in _open_sizes():
             shapes: list[Shapes] = []
             for which in (0, 1):
@@ -109,21 +109,21 @@ class Interface:
                 return
 
     def opened(self) -> Interface | None:
-        """Return the interface with an open batch where the file fixes it to one sample; None elsewhere."""
+        """Return the interface with an open batch if the file fixes the batch to one sample; else None."""
         if any(not port.sizes or port.sizes[0] != 1 for port in self.inputs):
             return None
         inputs = tuple(replace(port, sizes=("batch", *port.sizes[1:])) for port in self.inputs)
         return replace(self, inputs=inputs)
 
     def open_choices(self) -> Iterator[frozenset[str]]:
-        """Yield names of open axes: all, then fewer, each combination of them while they are few; at last none."""
+        """Yield sets of axes to leave open: all, then smaller combinations up to a limit; at last none."""
         names = list(dict.fromkeys(name for port in self.inputs for name in port.open_axes.values()))
         fewer = (some for count in range(len(names), 0, -1) for some in itertools.combinations(names, count))
         batch = tuple(dict.fromkeys(port.open_axes[0] for port in self.inputs if 0 in port.open_axes))
         yield from dict.fromkeys(map(frozenset, (*itertools.islice(fewer, _MOST_CHOICES), batch, ())))
 
     def pairs_from(self, shapes: Shapes) -> Iterator[tuple[Shapes, Shapes]]:
-        """Yield these shapes beside others with open axes twice as large, or half; less where these do not fit."""
+        """Yield these shapes with others, whose open axes are doubled or halved, for all `open_choices`."""
         for names, halves in itertools.product(self.open_choices(), (False, True)):
             other = [
                 tuple(
@@ -135,10 +135,10 @@ class Interface:
             yield shapes, tuple(other)
 
     def shapes_of(self, text: str) -> Shapes:
-        """Return the shapes of all inputs that a text stands for, an input's sizes after the other's, with commas.
+        """Return the shapes of all inputs that a text gives, one input after the other, separated by commas.
 
-        "3x48x320" leaves the batch out, "320" is the size of all other open axes, "48x320" of one after the other.
-        Raises `InputError` for sizes that are not the file's.
+        "3x48x320" leaves the batch out, "320" gives all other open axes, "48x320" gives them in order. Raises
+        `InputError` for sizes that do not fit the file.
         """
         parts = text.replace(" ", "").lower().split(",")
         ports = ", ".join(f"{port.name} {list(port.sizes)}" for port in self.inputs)

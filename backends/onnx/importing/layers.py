@@ -16,7 +16,7 @@ from smcp_fx.backends.onnx.importing.size_arithmetic import combined
 
 
 def _windows(b: Builder, call: Call, kernel: list[int]) -> tuple[Any, tuple[tuple[int, ...], ...]]:
-    """Return the input, padded where its ends differ, and strides, paddings that are left, and dilations."""
+    """Return the input, padded if its two ends differ, and the strides, remaining paddings and dilations."""
     rank, x = len(kernel), call.inputs[0]
     strides = list(call.attribute("strides", [1] * rank))
     dilations = list(call.attribute("dilations", [1] * rank))
@@ -93,9 +93,9 @@ def _conv_transpose(b: Builder, call: Call) -> Any:
 
 
 def _called(b: Builder, call: Call, layer: nn.Module, x: Any, **weights: Tensor | None) -> Any:
-    """Call a layer with these weights; layers of one matrix share it, and a bias that both have.
+    """Call a layer with these weights; layers with the same matrix share it, and a bias that both use.
 
-    Vectors alone are not shared: exporters write equal ones, such as zeros, once for all layers.
+    Layers share no other vectors: exporters write equal vectors, such as zeros, once for all layers.
     """
     matrix = weights["weight"]
     for name, value in weights.items():
@@ -189,7 +189,7 @@ def _rms_norm(b: Builder, call: Call) -> Any:
 def _group_norm(b: Builder, call: Call) -> Any:
     weight, bias, groups = call.constant(1), call.constant(2), call.attribute("num_groups")
     channels = b.shapes(call.inputs[0])[0][1]
-    if weight.numel() == groups != channels:  # before opset 21, of groups
+    if weight.numel() == groups != channels:  # one per group before opset 21
         weight, bias = (b.name(v.repeat_interleave(channels // groups), b.name_of(v)) for v in (weight, bias))
     layer = nn.GroupNorm(groups, channels, call.attribute("epsilon", 1e-5))
     return _called(b, call, layer, call.inputs[0], weight=weight, bias=bias)

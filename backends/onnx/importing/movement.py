@@ -21,7 +21,7 @@ _MODES = {"constant": "constant", "reflect": "reflect", "edge": "replicate", "wr
 
 
 def regrouped(b: Builder, node: Any) -> Any:
-    """Return a value of the same elements and sizes that regroupings before it began with, if there is one."""
+    """Return the value that a chain of regroupings began with, if it has the same sizes; else the node."""
     source = node
     while isinstance(source, fx.Node) and source.target in _REGROUPS:
         source = source.args[0]
@@ -31,7 +31,7 @@ def regrouped(b: Builder, node: Any) -> Any:
 
 
 def reshape(b: Builder, x: Any, sizes: list[Any]) -> Any:
-    """Reshape; sizes are numbers (-1 once), or follow from open axes."""
+    """Reshape to sizes that are numbers (-1 once) or follow from open axes."""
     return regrouped(b, b.call(torch.reshape, x, tuple(sizes)))
 
 
@@ -178,7 +178,7 @@ def _gather(b: Builder, call: Call) -> Any:
 
 
 def _are_all(b: Builder, data: Any, indices: Any) -> bool:
-    """Do these indices name all elements in their order, as strides that are taken apart do?"""
+    """Do these indices list all elements in order? Those of a decomposed strided view may."""
     values = b.known(indices) if isinstance(indices, fx.Node) else None
     counts = [shape[0] for shape in b.shapes(data)]
     return values is not None and all(
@@ -194,7 +194,7 @@ def _gather_nd(b: Builder, call: Call) -> Any:
 
 
 def _places(b: Builder, indices: Any) -> tuple[Any, ...]:
-    """Return the columns of indices, one for each of the first axes."""
+    """Return the columns of ``indices``, one for each leading axis that they address."""
     return tuple(b.call(torch.select, indices, -1, part) for part in range(b.shapes(indices)[0][-1]))
 
 

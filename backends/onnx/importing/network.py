@@ -31,7 +31,7 @@ _RULES: dict[str, Rule] = {
 }  # fmt: skip
 #: Operators whose first input is sizes, not a tensor.
 _OF_SIZES = ("ConstantOfShape", "Range", "Where", *ELEMENTWISE)
-#: Where a node's metadata names the value of the file that it computes.
+#: The key of a node's metadata for the name of the file's value that it computes.
 VALUE = "onnx"
 
 
@@ -40,9 +40,9 @@ def build_network(
 ) -> tuple[Builder, list[Any]]:
     """Return the graph of a file, and its outputs' values, for examples of these shapes.
 
-    ``opened``: these have several samples, and the file takes one.
+    ``opened``: the examples have several samples, and the file takes one.
 
-    `SizesError` where values of these sizes do not go through the network, `InputError` for what cannot be imported.
+    `SizesError` if the network does not accept these sizes, `InputError` if it cannot be imported.
     """
     builder = Builder(file, shapes, opened)
     _run(builder, file.graph)
@@ -50,7 +50,7 @@ def build_network(
 
 
 def finished(builder: Builder, outputs: list[Any]) -> fx.GraphModule:
-    """Return the module of a graph that is complete."""
+    """Complete a graph with its outputs, and return its module."""
     nodes = [builder.placed(value) if isinstance(value, Tensor) else value for value in outputs]
     if any(not isinstance(value, fx.Node) for value in nodes):
         raise builder.file.refused("an output is a shape, not a tensor")
@@ -110,7 +110,7 @@ def _results(b: Builder, node: onnx.NodeProto, inputs: list[Any]) -> list[Any]:
         raise error if message.startswith(str(b.file.path)) else call.refused(message) from error
     except SmcpError:
         raise
-    except Exception as error:  # what a damaged file says of its node fits no rule
+    except Exception as error:  # a damaged file's node fits no rule
         raise call.refused(
             f"its inputs and attributes do not fit: {type(error).__name__}: {error}"
         ) from error
@@ -118,7 +118,7 @@ def _results(b: Builder, node: onnx.NodeProto, inputs: list[Any]) -> list[Any]:
 
 
 def _chosen(b: Builder, call: Call) -> list[Any]:
-    """The branch of an If that is known."""
+    """Run the branch of an If whose condition is constant, and return its outputs."""
     condition = call.inputs[0]
     if not isinstance(condition, Tensor):
         raise call.refused(

@@ -1,4 +1,4 @@
-"""`from_onnx`: a file as a plain PyTorch network, compared in ONNX Runtime before it is returned."""
+"""`from_onnx`: a file as a plain PyTorch network, compared with ONNX Runtime before it is returned."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ from smcp_fx.backends.onnx.importing.network import build_network, finished
 from smcp_fx.backends.onnx.importing.patterns import recognise
 from smcp_fx.errors import InputError
 
-#: The key of a module's `meta` under which its file's `Interface` is.
+#: The key of a module's `meta` for its file's `Interface`.
 INTERFACE = "onnx"
 
 Examples = Tensor | Sequence[Tensor] | Mapping[str, Tensor] | None
 
 
 def from_onnx(path: Path | str, example_inputs: Examples = None) -> fx.GraphModule:
-    """Return an ONNX file as a graph module of torch.nn modules; as `smcp_fx.from_onnx`."""
+    """Return an ONNX file as a graph module of torch.nn modules; see `smcp_fx.from_onnx`."""
     file = read_onnx(path)
     return imported(file, None if example_inputs is None else _as_tuple(file.interface, example_inputs))
 
 
 def imported(file: OnnxFile, given: tuple[Tensor, ...] | None = None) -> fx.GraphModule:
-    """Return a file's network, compared in ONNX Runtime; ``given``: inputs that it takes."""
+    """Return a file's network, compared with ONNX Runtime; ``given``: example inputs."""
     module, shapes = _built(file, given)
     inputs = [file.interface.random_inputs(sizes, seed) for seed, sizes in enumerate(dict.fromkeys(shapes))]
     if given is not None:
@@ -69,7 +69,7 @@ def _network(file: OnnxFile, shapes: tuple[Shapes, Shapes], opened: bool = False
 
 
 def _with_open_batch(file: OnnxFile, given: tuple[Tensor, ...]) -> fx.GraphModule | None:
-    """Return the network of a file for one sample as one for several, if that computes the same for each."""
+    """Return a one-sample file's network for several samples, if it computes the same for each sample."""
     opened = file.interface.opened()
     if opened is None:
         return None
@@ -83,7 +83,7 @@ def _with_open_batch(file: OnnxFile, given: tuple[Tensor, ...]) -> fx.GraphModul
 
 
 def _as_tuple(interface: Interface, given: Any) -> tuple[Tensor, ...]:
-    """Return example inputs in the file's order and types; `InputError` where they do not fit."""
+    """Return example inputs in the file's order and types; `InputError` if they do not fit."""
     names = [port.name for port in interface.inputs]
     if isinstance(given, Mapping):
         if set(given) != set(names):

@@ -62,7 +62,7 @@ def _recurrent(b: Builder, call: Call) -> Any:
 
 
 def _checked(b: Builder, call: Call, directions: int) -> dict[str, Any]:
-    """Return the layer's options; `InputError` for what PyTorch's layers do not have."""
+    """Return the layer's options; `InputError` for features that PyTorch's layers lack."""
     activations = [
         value.decode() if isinstance(value, bytes) else value
         for value in call.attribute("activations", []) or []
@@ -88,7 +88,7 @@ def _checked(b: Builder, call: Call, directions: int) -> dict[str, Any]:
 
 
 def _states(b: Builder, call: Call) -> Any:
-    """Return the states that it begins with, as the layer takes them; None for zeros."""
+    """Return the initial states as the layer takes them; None for zeros."""
     positions = (5, 6) if call.kind == "LSTM" else (5,)
     states = [call.input(position) for position in positions]
     if all(value is None or _zeros(value) for value in states):
@@ -102,7 +102,7 @@ def _states(b: Builder, call: Call) -> Any:
 
 
 def _zeros(value: Any) -> bool:
-    """Is a value zeros, at whatever sizes?"""
+    """Is a value all zeros, at any sizes?"""
     if isinstance(value, Tensor):
         return not bool(value.any())
     if not isinstance(value, fx.Node):

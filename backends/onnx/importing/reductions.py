@@ -1,4 +1,4 @@
-"""Operators that put many elements into one: sums, softmax, searches, products, normalisation without weights."""
+"""Operators that combine many elements: sums, softmax, searches, products, normalisation without weights."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from smcp_fx.backends.onnx.importing.elementwise import Rule, scalar, with_attri
 from smcp_fx.backends.onnx.importing.movement import reshape
 from smcp_fx.backends.onnx.importing.sizes import Size
 
-#: Softmax and others look at all axes from theirs on, before this opset.
+#: Before this opset, Softmax and others work on all axes from theirs on.
 _OF_ONE_AXIS = 13
 
 
 def _axes(call: Call) -> tuple[tuple[int, ...], bool]:
-    """Return the axes that are put together, all by default, and whether they are kept with size 1."""
+    """Return the axes to reduce, all by default, and whether they are kept with size 1."""
     return tuple(call.axes()) or tuple(range(call.rank or 0)), bool(call.attribute("keepdims", 1))
 
 
 def _reduced(function: Callable[..., Any], *ahead: Any, prepare: Callable[..., Any] | None = None) -> Rule:
-    """``function(x, *ahead, axes, keepdim)``; ``prepare`` is applied to each element before."""
+    """Return the rule ``function(x, *ahead, axes, keepdim)``; ``prepare`` is applied to ``x`` first."""
 
     def apply(b: Builder, call: Call) -> Any:
         x = call.inputs[0]

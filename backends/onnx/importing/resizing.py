@@ -1,4 +1,4 @@
-"""Resize and Upsample as `interpolate`, where torch computes the same."""
+"""Resize and Upsample as `interpolate`, if torch computes the same."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def _resize(b: Builder, call: Call) -> Any:
 
 
 def _scales(b: Builder, call: Call) -> list[float] | None:
-    """Return the factors of a resize; None where it has sizes."""
+    """Return the factors of a resize; None if it has sizes."""
     if "scales" in call.attributes:
         return [float(scale) for scale in call.attributes["scales"]]
     position = 1 if _is_old(call) else 2
@@ -71,7 +71,7 @@ def _scales(b: Builder, call: Call) -> list[float] | None:
 
 
 def _is_old(call: Call) -> bool:
-    """Has it neither a region nor coordinates of its own?"""
+    """Is the operator of an opset without regions and coordinate modes?"""
     return call.kind == "Upsample" or call.opset < 11
 
 

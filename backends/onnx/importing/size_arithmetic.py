@@ -1,4 +1,4 @@
-"""Shape arithmetic of a file: done at once where sizes are fixed, by nodes of the graph where they are open."""
+"""Shape arithmetic of a file: done at once if sizes are fixed, by nodes of the graph if they are open."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from smcp_fx.backends.onnx.importing.sizes import Size, SizeArray, array_of, as_
 
 
 def combined(builder: Builder, function: Callable[..., Any], *operands: Any) -> Any:
-    """Apply a function of numbers: now where they are all known, in the graph where one is a `Size`."""
+    """Apply a function of numbers: now if all are known, in the graph if one is a `Size`."""
     if not any(isinstance(operand, Size) for operand in operands):
         return function(*operands)
     at = tuple(function(*(o.at[i] if isinstance(o, Size) else o for o in operands)) for i in (0, 1))
@@ -57,7 +57,7 @@ def _cast(builder: Builder, call: Call) -> Any:
 
 
 def _moved(rule: Rule) -> Rule:
-    """Apply a rule that only moves elements to the places of sizes in a list of them all."""
+    """Apply a rule that only moves elements to the sizes' places in a list, then look the sizes up."""
 
     def apply(builder: Builder, call: Call) -> Any:
         whole = len(call.inputs) if call.kind == "Concat" else 1
@@ -116,5 +116,5 @@ _MOVES = frozenset(
 
 
 def rule_of_sizes(kind: str, rule: Rule) -> Rule:
-    """Return an operator's rule on arrays that hold sizes; what has none sees them as numbers or as tensors."""
+    """Return an operator's rule for arrays of sizes; without one, ``rule``, which sees numbers or tensors."""
     return _OPERATORS.get(kind) or (_moved(rule) if kind in _MOVES else rule)

@@ -1,4 +1,4 @@
-"""Files like the one that a run began with: its names, types, open axes and metadata."""
+"""Writes files like the one that a run began with: with its names, types, open axes and metadata."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from smcp_fx.errors import BackendError
 class Writer:
     """Writes networks like the file of an ``interface``.
 
-    ``closed``: axes that are open in the file, and fixed in those written, as the network cannot be written with them
-    open. The first file that is written decides.
+    ``closed``: the file's open axes that are fixed in the written files, as the network cannot be written
+    with them open. The first file written decides.
     """
 
     def __init__(self, interface: Interface) -> None:
@@ -31,7 +31,7 @@ class Writer:
     def write(
         self, module: nn.Module, inputs: tuple[Tensor, ...], path: Path, opset: int | None, half: bool = True
     ) -> Path:
-        """Write and check a file; ``half``: in half precision where the file is. Raises `BackendError`."""
+        """Write and check a file; ``half``: in half precision if the file is. Raises `BackendError`."""
         if half and self.interface.half and _runs_in_half(module, inputs):
             module, inputs = in_precision(module, inputs, "fp16")
         every = self._choices() if self._axes is None else [self._axes]
@@ -61,7 +61,7 @@ class Writer:
             proto.metadata_props.add(key=key, value=value)
 
     def _choices(self) -> list[Axes]:
-        """Return which axes may stay open, as many as possible first."""
+        """Return the sets of axes that may stay open, the largest first."""
         ports = self.interface.inputs
         return [
             tuple({a: name for a, name in port.open_axes.items() if name in names} for port in ports)
@@ -92,7 +92,7 @@ class Writer:
 
 
 def _runs_in_half(module: nn.Module, inputs: tuple[Tensor, ...]) -> bool:
-    """Has PyTorch all of the network's operations in half precision on a processor?"""
+    """Does PyTorch run all of the network's operations in half precision on a processor?"""
     halved, given = in_precision(module, inputs, "fp16")
     try:
         with torch.no_grad(), eval_mode(halved):

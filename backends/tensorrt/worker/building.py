@@ -1,7 +1,7 @@
 """ONNX file to TensorRT engine, by the API of TensorRT 8.5, 8.6, 10 and 11.
 
-Up to 10 the precision is a builder's flag; from 11 networks are strongly typed, and the ONNX file's types count.
-In int8 the file's quantising nodes say what computes in bytes; the rest is in float, up to 10 in fp16 where faster.
+Up to 10 a builder flag sets the precision; from 11 networks are strongly typed by the ONNX file. In int8 the
+file's quantising nodes select the layers in bytes; the others are in float, up to 10 in fp16 if faster.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from .problems import WorkerError, major_minor
 
 PRECISIONS = {"fp32": "FLOAT", "fp16": "HALF", "bf16": "BF16", "int8": "INT8"}
 _FLAGS = {"fp16": ("FP16",), "bf16": ("BF16",), "int8": ("INT8", "FP16")}
-#: Layouts in which an engine's convolutions hand on tensors; a block takes and gives whichever is fastest.
+#: Layouts that an engine's convolutions use between them; a block reads and writes whichever is fastest.
 _LAYOUTS = {
     "fp32": ("LINEAR", "HWC", "CHW32"), "fp16": ("LINEAR", "HWC8"), "bf16": ("LINEAR", "HWC8"),
     "int8": ("LINEAR", "CHW4", "CHW32"),
@@ -25,7 +25,7 @@ _LAYOUTS = {
 _PRODUCTS = ("CONVOLUTION", "DECONVOLUTION", "MATRIX_MULTIPLY", "FULLY_CONNECTED")
 
 _NOTHING = type(None)
-#: What a request may give for each option.
+#: The type of each option in a request, and its name in messages.
 _KINDS: dict[str, tuple[Any, str]] = {
     "precision": (str, "text"),
     "batch": ((tuple, _NOTHING), "a list of whole numbers"),
@@ -40,9 +40,9 @@ _KINDS: dict[str, tuple[Any, str]] = {
 class BuildOptions:
     """How an engine is built.
 
-    ``batch``: least, usual and largest batch where the ONNX file leaves it open. ``block``: part of a network,
+    ``batch``: least, usual and largest batch if the ONNX file leaves it open. ``block``: part of a network,
     whose inputs and outputs may have any layout. ``version_compatible``: runs under later TensorRT versions (from
-    8.6); ``lean``: ... without the lean runtime in the file, for the tensorrt_lean package.
+    8.6); ``lean``: the same without the lean runtime in the file, for the tensorrt_lean package.
     ``tactic_sources_off``: libraries not to use ("CUBLAS", "CUBLAS_LT", "CUDNN").
     """
 
@@ -85,7 +85,7 @@ class BuildOptions:
 class Builder:
     """Builds engines with one TensorRT.
 
-    ``cache``: content of the timing cache, which grows with every build; `learn` adds another cache's.
+    ``cache``: content of the timing cache, which grows with every build; `learn` merges another one.
     """
 
     def __init__(self, trt: ModuleType, logger: Any, cache: bytes = b"") -> None:
@@ -100,15 +100,15 @@ class Builder:
         logger.clear()
         try:
             self._builder = trt.Builder(logger)
-        except TypeError as error:  # the bindings' word for a null pointer
+        except TypeError as error:  # how the bindings report a null pointer
             raise WorkerError(f"TensorRT {trt.__version__} cannot start: {logger.told()}") from error
 
     def build(self, onnx: Path, options: BuildOptions) -> tuple[Any, dict[str, Any]]:
-        """Return the serialised engine and how it was made; `WorkerError` with TensorRT's own words."""
+        """Return the serialised engine and facts about the build; `WorkerError` with TensorRT's message."""
         self._check(options)
         began, notes = time.perf_counter(), list[str]()
         plan, network = self._attempt(onnx, options, options.block)
-        if plan is None and options.block:  # a layer that takes the plain layout only
+        if plan is None and options.block:  # some layer accepts only the plain layout
             notes.append("plain layouts: no kernel takes the others")
             plan, network = self._attempt(onnx, options, False)
         if plan is None:
@@ -118,7 +118,7 @@ class Builder:
         return plan, {"seconds": time.perf_counter() - began, **network, "notes": notes}
 
     def learn(self, cache: bytes) -> None:
-        """Add what another process has timed, if this TensorRT can read it."""
+        """Merge another process's timing cache, if this TensorRT can read it."""
         if not cache or cache == self.cache:
             return
         config = self._builder.create_builder_config()
@@ -129,7 +129,7 @@ class Builder:
             self.cache = bytes(own.serialize())
 
     def _readable(self, config: Any, cache: bytes) -> Any:
-        """Return a timing cache of this content; None where it is damaged or another version's."""
+        """Give ``config`` a timing cache of this content and return it; None if damaged or incompatible."""
         found = config.create_timing_cache(cache)
         return found if found is not None and config.set_timing_cache(found, False) else None
 
@@ -171,7 +171,7 @@ class Builder:
         return plan, {**told, "quantised": self._quantised(layers)}
 
     def _quantised(self, layers: Sequence[Any]) -> list[str]:
-        """Return the convolutions and products whose data and weights dequantising layers write."""
+        """Return the convolutions and products whose data and weights both come from dequantising layers."""
         writers = [layer for layer in layers if layer.type == self._trt.LayerType.DEQUANTIZE]
         written = {layer.get_output(0).name for layer in writers}
         return [
@@ -218,7 +218,7 @@ class Builder:
                 raise WorkerError(
                     f"there is no tactic source {name!r}; there are CUBLAS, CUBLAS_LT, CUDNN ..."
                 )
-            # From TensorRT 11 the libraries are gone by themselves.
+            # TensorRT 11 no longer has these libraries.
             source = getattr(trt.TacticSource, name, None)
             if source is not None:
                 sources &= ~(1 << int(source))
@@ -229,7 +229,7 @@ class Builder:
         flags = _FLAGS.get(options.precision, ())
         layers = [network.get_layer(index) for index in range(network.num_layers)]
         if options.precision == "int8" and not any(layer.type == trt.LayerType.QUANTIZE for layer in layers):
-            if not options.block:  # a network without them is a mistake, a block may be a pooling
+            if not options.block:  # a network must quantise something, a block may be a pooling
                 raise WorkerError(
                     "int8 was asked for, and the ONNX file quantises nothing: it must hold pairs of QuantizeLinear "
                     "and DequantizeLinear. Write it with precision int8"
@@ -258,7 +258,7 @@ class Builder:
                 layer.precision = wanted
 
     def _open_layouts(self, network: Any, precision: str) -> None:
-        """Let a block take and give tensors in the layout that suits it, as layers in a network do."""
+        """Let a block read and write tensors in its fastest layout, as layers in a network do."""
         trt = self._trt
         mask = sum(1 << int(getattr(trt.TensorFormat, name)) for name in _LAYOUTS[precision])
         wanted = getattr(trt.DataType, PRECISIONS[precision])
@@ -266,7 +266,7 @@ class Builder:
         tensors += [network.get_output(index) for index in range(network.num_outputs)]
         for tensor in tensors:
             shape = tuple(tensor.shape)
-            # An image of few channels is the network's own input, which does come in the plain layout.
+            # A tensor of few channels is the network's input image, which comes in the plain layout.
             if len(shape) == 4 and shape[1] >= 8 and tensor.dtype == wanted:
                 tensor.allowed_formats = mask
 
@@ -308,7 +308,7 @@ def make_logger(trt: ModuleType) -> Any:
             self.lines.clear()
 
         def told(self) -> str:
-            """The errors, or the last warnings where there are none."""
+            """Return the errors, or the last warnings if there are none."""
             errors = [line for bad, line in self.lines if bad]
             return (
                 "; ".join(dict.fromkeys(errors or [line for _, line in self.lines[-4:]]))

@@ -1,4 +1,4 @@
-"""The asking side: a worker in a process of its own, restarted when it dies; or in this process."""
+"""The worker's client: runs it in a process of its own, restarted when it dies, or in this process."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class InProcess:
         self._session = Session(gpu, lean)
 
     def ask(self, op: str, timeout_s: float | None = None, **arguments: Any) -> dict[str, Any]:
-        """Answer a request; ``timeout_s`` is not kept here."""
+        """Answer a request; ``timeout_s`` has no effect here."""
         return _checked(self._session.answer({"op": op, **arguments}))
 
     def close(self) -> None:
@@ -48,13 +48,13 @@ class WorkerProcess:
 
     @property
     def generation(self) -> int:
-        """How many processes have ended."""
+        """The number of processes that have ended."""
         if self._process is not None and self._process.poll() is not None:
             self.close()
         return self._lives
 
     def ask(self, op: str, timeout_s: float | None = None, **arguments: Any) -> dict[str, Any]:
-        """Return the answer; `WorkerError` where it is an error, `WorkerDied` where none came."""
+        """Return the answer; `WorkerError` if it is an error, `WorkerDied` if none came."""
         process = self._running()
         try:
             assert process.stdin is not None
@@ -133,7 +133,7 @@ class WorkerProcess:
         return WorkerDied(f"the TensorRT worker {how} ({reason}{advice})" + (f": {said}" if said else ""))
 
 
-#: What answers requests.
+#: Either way to answer requests.
 Worker = InProcess | WorkerProcess
 
 
@@ -165,7 +165,7 @@ def archive(path: Path) -> Path:
     return path
 
 
-#: In words that older Pythons read, too.
+#: Source that older Pythons can parse, too.
 _MAIN = """import sys
 
 if sys.version_info < (3, 10):

@@ -1,4 +1,4 @@
-"""The GPU through the CUDA runtime: memory, streams, events, graphs, and what GPU it is."""
+"""The GPU through the CUDA runtime: memory, streams, events, graphs, and the GPU's properties."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from .problems import WorkerError, import_cuda
 
 _NO_DRIVER = {35: "no NVIDIA driver, or one older than cuda-bindings' CUDA", 100: "no NVIDIA GPU"}
-#: What is recorded of the clocks: nvidia-smi's names.
+#: The clocks to record, by nvidia-smi's names.
 _CLOCKS = "clocks.sm,clocks.mem,clocks.max.sm,clocks.max.mem,temperature.gpu,power.draw"
 
 
@@ -38,7 +38,7 @@ class Device:
         self("cudaSetDevice", index)
         self.stream = self("cudaStreamCreateWithFlags", self.api.cudaStreamNonBlocking)
         self._start, self._stop = self("cudaEventCreate"), self("cudaEventCreate")
-        # nvidia-smi orders GPUs differently than CUDA does; a GPU that is not a PCI device it knows by number.
+        # nvidia-smi orders GPUs differently than CUDA does; it knows a GPU that is no PCI device by number.
         error, bus = (*self.api.cudaDeviceGetPCIBusId(32, index), b"")[:2]
         self._smi_id = bus.split(b"\0")[0].decode() if int(error) == 0 and bus else str(index)
 
@@ -99,7 +99,7 @@ class Device:
         return once
 
     def capture(self, enqueue: Callable[[], None]) -> Any:
-        """Return a graph of what ``enqueue`` puts on the stream, ready to launch."""
+        """Return a graph of the work that ``enqueue`` puts on the stream, ready to launch."""
         self(
             "cudaStreamBeginCapture",
             self.stream,
@@ -115,7 +115,7 @@ class Device:
             self("cudaGraphDestroy", graph)
 
     def about(self) -> dict[str, Any]:
-        """Return what the GPU is."""
+        """Return the GPU's properties and the versions."""
         attribute, of = self.api.cudaDeviceAttr, self.index
         get = {
             name: self("cudaDeviceGetAttribute", getattr(attribute, f"cudaDevAttr{key}"), of)
@@ -141,7 +141,7 @@ class Device:
         }
 
     def clocks(self) -> dict[str, str] | None:
-        """Return clocks (MHz), temperature (C) and power (W) as nvidia-smi tells them now; None without it."""
+        """Return clocks (MHz), temperature (C) and power (W) as nvidia-smi reports now; None without it."""
         told = _nvidia_smi(_CLOCKS, self._smi_id)
         if told is None:
             return None

@@ -1,4 +1,4 @@
-"""What the engine inspector says about an engine's layers: their types, and the ONNX nodes that each computes.
+"""Reads the engine inspector: the types of an engine's layers, and the ONNX nodes that each computes.
 
 The inspector's JSON differs by version: types are "Half" or "Row major linear FP16 format", under
 "Format/Datatype" up to TensorRT 10 and under "Format" and "DataType" from 11; ONNX nodes stand in the
@@ -14,7 +14,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 Layer = dict[str, Any]
-#: What the inspector calls a type. The first match counts, so that BF16 is not taken for FP16.
+#: The inspector's words for each type. The first match counts, so that BF16 is not taken for FP16.
 _TYPES = (
     ("bf16", re.compile(r"bf16|bfloat16", re.I)),
     ("fp16", re.compile(r"fp16|half|float16", re.I)),
@@ -23,16 +23,16 @@ _TYPES = (
     ("int8", re.compile(r"int8", re.I)),
     ("int", re.compile(r"int|bool", re.I)),
 )
-#: Layers that multiply and add: what the precision is about.
+#: Layers that multiply and add, for which the precision matters.
 _PRODUCTS = re.compile(r"conv|gemm|matrix|matmul|fully.?connected|correlation|gemv", re.I)
-#: The same in the names of kernels, where a layer is called "fusion" only.
+#: The same in the names of kernels, for layers that are called just "fusion".
 _KERNELS = re.compile(r"gemm|gemv|fprop", re.I)
 _MOVES = re.compile(r"reformat|^copy|noop|shuffle|constant", re.I)
 _ONNX_LAYER = re.compile(r"\[ONNX Layer: ([^\]]+)\]")
 
 
 def parse_layers(text: str) -> list[Layer] | None:
-    """Return the layers of the inspector's JSON about an engine; None where it is not valid JSON."""
+    """Return the layers of the inspector's JSON about an engine; None if it is not valid JSON."""
     try:
         found = json.loads(text).get("Layers", [])
     except ValueError:  # quotes in a layer's metadata are not escaped
@@ -41,7 +41,7 @@ def parse_layers(text: str) -> list[Layer] | None:
 
 
 def parse_layer(text: str) -> Layer:
-    """Return one layer of the inspector's JSON; just its name and kind where that is not valid JSON."""
+    """Return one layer of the inspector's JSON; just its name and kind if that is not valid JSON."""
     try:
         found = json.loads(text)
     except ValueError:
@@ -51,7 +51,7 @@ def parse_layer(text: str) -> Layer:
 
 
 def type_of(text: str) -> str | None:
-    """Return the type that the inspector's words name: "fp32", "fp16", "bf16" ...; None when they name none."""
+    """Return the type that the inspector's words name: "fp32", "fp16", "bf16" ...; None if they name none."""
     return next((name for name, pattern in _TYPES if pattern.search(text)), None)
 
 
@@ -80,14 +80,14 @@ def layer_type(layer: Layer) -> str | None:
 
 
 def count_types(layers: Iterable[Layer]) -> dict[str, int]:
-    """Count convolutions and matrix products by the type they compute in ("unknown" where none is given)."""
+    """Count convolutions and matrix products by the type they compute in ("unknown" if none is given)."""
     return dict(Counter(layer_type(layer) or "unknown" for layer in layers if is_product(layer)))
 
 
 def wrong_precision(layers: Sequence[Layer], asked: str, quantised: Sequence[str] = ()) -> str | None:
-    """Return what is wrong where convolutions or products do not compute in ``asked``; None when all do.
+    """Return a message if convolutions or products do not compute in ``asked``; None if all do.
 
-    In int8 only those count that compute ``quantised`` ONNX nodes: others may stay in float.
+    In int8 only layers that compute ``quantised`` ONNX nodes count; others may stay in float.
     """
     if asked == "int8":
         layers = [layer for layer in layers if nodes_of(layer, quantised)]

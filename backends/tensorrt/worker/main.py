@@ -1,7 +1,7 @@
-"""The worker's command line: works off a folder of requests, or answers a process that asks.
+"""The worker's command line: answers a folder of requests, or another process.
 
-FOLDER/requests.json names ONNX files and how to build and measure them. FOLDER/answers/ID.json is written as each is
-done, so an interrupted run goes on where it stopped. Building and measuring happen in a process of their own: if that
+FOLDER/requests.json names ONNX files and how to build and measure them. FOLDER/answers/ID.json is written as
+each is done, so the same command continues an interrupted run. A separate process builds and measures: if it
 dies, one request fails and a new process takes the next.
 """
 
@@ -25,7 +25,7 @@ from .problems import WorkerDied, WorkerError, cache_folder, read_object
 from .serving import _write, serve
 
 FORMAT = "smcp_fx tensorrt requests"
-#: What names a request's answer and engine.
+#: A request's id, which names its answer and engine files.
 _ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 _NEEDED = {"id": str, "onnx": str, "options": dict}
 _OPTIONAL = {"engine": str, "name": str, "timing": dict, "nodes": list}
@@ -37,7 +37,7 @@ _LONGEST_WORD = 500
 
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
-        """Print the message, endless values cut, and end with 2."""
+        """Print the message, cut if it is very long, and exit with 2."""
         super().error(message if len(message) <= _LONGEST_WORD else f"{message[:_LONGEST_WORD]}...")
 
 
@@ -75,7 +75,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line and return its exit code: 1 where requests failed, 2 for errors."""
+    """Run the command line and return its exit code: 1 if requests failed, 2 for errors."""
     parser = build_parser()
     for text in sys.argv[1:] if argv is None else argv:
         if text.endswith("=--"):  # argparse would make a list of it
@@ -122,7 +122,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def work_off(
     folder: Path, workers: Sequence[WorkerProcess], about: dict[str, Any], say: Callable[[str], None]
 ) -> int:
-    """Answer the folder's requests that have no answers yet; return 1 where any failed."""
+    """Answer the folder's requests that have no answers yet; return 1 if any failed."""
     requests = read_requests(folder)
     _one_device(folder, about)
     jobs = [job for job in requests["jobs"] if not _answer_file(folder, job).exists()]
@@ -155,7 +155,7 @@ def work_off(
 
 
 def read_requests(folder: Path) -> dict[str, Any]:
-    """Return the folder's requests; `WorkerError` where they are missing, damaged or of another version."""
+    """Return the folder's requests; `WorkerError` if they are missing, damaged or of another version."""
     file = folder / "requests.json"
     if not file.exists():
         raise WorkerError(f"there is no {file}: smcp-table measure --emit-requests writes it")
@@ -198,7 +198,7 @@ def _wrong_with(folder: Path, job: Any) -> str:
 
 
 def _inside(folder: Path, file: Path) -> Path:
-    """Return a file of the folder; `WorkerError` where it lies elsewhere, links followed."""
+    """Return ``file``; `WorkerError` if it lies outside the folder, links followed."""
     if not file.resolve().is_relative_to(folder.resolve()):
         raise WorkerError(f"{str(file)[:200]} lies outside of {folder}")
     return file
@@ -217,7 +217,7 @@ def _measure(folder: Path, job: dict[str, Any], worker: WorkerProcess, prebuilt:
             found["layers"] = worker.ask("layers", key="job", nodes=job.get("nodes"))["layers"]
     except WorkerDied:
         raise
-    except WorkerError:  # the next engine wants its memory
+    except WorkerError:  # free its memory for the next engine
         with contextlib.suppress(WorkerError):
             worker.ask("unload", key="job")
         raise
@@ -243,7 +243,7 @@ def _build_file(onnx: Path, precision: str, batch: int, worker: WorkerProcess) -
 
 
 def _measure_file(engine: Path, worker: WorkerProcess) -> dict[str, Any]:
-    """Measure an engine file, by itself and in a row."""
+    """Measure an engine file: single runs, and runs in a row."""
     loaded = worker.ask("load", engine=str(engine), key="file")["engine"]
     sides = {"alone": {}, "in a row": {"repeated": True}}
     return {
@@ -267,7 +267,7 @@ def _build(folder: Path, job: dict[str, Any], worker: WorkerProcess, key: str | 
 def _build_beside(
     folder: Path, jobs: Sequence[dict[str, Any]], workers: Sequence[WorkerProcess]
 ) -> dict[str, str]:
-    """Build all engines, with all workers in parallel; return what failed, by request."""
+    """Build all engines with all workers in parallel; return the errors by request id."""
     left, failed, lock = list(jobs), dict[str, str](), threading.Lock()
 
     def build(worker: WorkerProcess) -> None:

@@ -1,4 +1,4 @@
-"""How TensorRT and CUDA are found, and what the worker says when something is missing or does not fit."""
+"""How TensorRT and CUDA are found, and the worker's errors when something is missing or does not fit."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def import_cuda() -> Any:
 
 
 def cache_folder() -> Path:
-    """Return where timing caches are kept: in the user's home, or among temporary files where there is none."""
+    """Return the folder of timing caches: in the user's home, or among temporary files if there is none."""
     try:
         return Path.home() / ".cache" / "smcp_fx"
     except RuntimeError:
@@ -71,6 +71,6 @@ def cache_folder() -> Path:
 
 
 def major_minor(version: str) -> tuple[int, int]:
-    """Return the first two numbers of a version; zeros where it has none."""
+    """Return the first two numbers of a version; zeros if it has none."""
     numbers = [int(part) if part.isdecimal() else 0 for part in (*version.split("."), "0")]
     return numbers[0], numbers[1]

@@ -1,4 +1,4 @@
-"""A loaded engine: run on arrays, timed by events around a CUDA graph's replay, and layer by layer."""
+"""A loaded engine: runs on arrays, and is timed by events around a CUDA graph's replay or layer by layer."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ _TYPES: dict[str, Any] = {
 class Timing:
     """How an engine is measured.
 
-    ``graph``: as a CUDA graph's replay, or plainly enqueued. ``repeated``: so many runs in a row between two events,
-    as layers follow each other in a network, that they take ``repeated_ms`` together; else a run by itself.
-    ``spread_limit``: interquartile range over median above which samples are taken again, ``attempts`` times.
+    ``graph``: replay a CUDA graph instead of enqueueing plainly. ``repeated``: time runs in a row between two
+    events, as layers follow each other in a network, for ``repeated_ms``; else single runs. ``spread_limit``:
+    interquartile range over median above which samples are taken again, ``attempts`` times.
     """
 
     graph: bool = True
@@ -55,7 +55,7 @@ class LoadedEngine:
         self._context = self._new_context()
         try:
             self._allocate(batch)
-        except BaseException:  # memory ran out halfway: free what was taken, for the next engine
+        except BaseException:  # out of memory halfway: free the buffers for the next engine
             self.close()
             raise
 
@@ -85,7 +85,7 @@ class LoadedEngine:
         }
 
     def layers(self) -> list[Layer]:
-        """Return the layers as the engine inspector tells them."""
+        """Return the layers as the engine inspector reports them."""
         inspector, as_json = self._engine.create_engine_inspector(), self._trt.LayerInformationFormat.JSON
         inspector.execution_context = self._context
         found = parse_layers(inspector.get_engine_information(as_json))
@@ -114,7 +114,7 @@ class LoadedEngine:
         return found
 
     def sample(self, repeats: int = 1, graph: bool = True, inner: int = 1) -> list[float]:
-        """Return the ms of each of ``repeats`` runs; where ``inner`` runs go in a row, their mean."""
+        """Return the ms of ``repeats`` samples, each the mean of ``inner`` runs in a row."""
         once = self._stopwatch(graph, inner)
         return [once() / inner for _ in range(repeats)]
 
@@ -134,7 +134,7 @@ class LoadedEngine:
         return {**best, "inner": inner, "timing": asdict(timing)}
 
     def layer_times(self, repeats: int = 20) -> list[tuple[str, float]]:
-        """Return (name, median ms) of each layer, in order, as the profiler tells them in runs of their own."""
+        """Return (name, median ms) of each layer, in order, as the profiler reports them in separate runs."""
         profiler = _profiler(self._trt)
         context = self._new_context()
         for name in self.inputs:
@@ -188,7 +188,7 @@ class LoadedEngine:
                 for _ in range(inner):
                     self._enqueue(self._context)
 
-            enqueue()  # the first run allocates, which a capture must not meet
+            enqueue()  # the first run allocates, which a capture forbids
             self._device.wait()
             run = enqueue
             if graph:

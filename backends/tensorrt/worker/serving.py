@@ -1,4 +1,4 @@
-"""Requests answered: one dictionary in, one out; over a pipe, one JSON object a line."""
+"""Answers requests: one dictionary in, one out; over a pipe, one JSON object per line."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from .inspecting import count_types, is_reformat, nodes_of, wrong_precision
 from .problems import WorkerError, import_tensorrt, major_minor, read_object
 from .running import LoadedEngine, Timing
 
-#: What must be equal for an engine file to be loaded.
+#: The fields of a description that must match before an engine file is loaded.
 _FIXED = ("tensorrt", "device", "compute_capability")
 
 
 class Session:
-    """One TensorRT on one GPU, with the engines loaded by key. ``operations`` are named by requests' ``op``."""
+    """One TensorRT on one GPU, with its loaded engines by key. A request's ``op`` names an operation."""
 
     def __init__(self, gpu: int = 0, lean: bool = False) -> None:
         self._lean, self._trt = lean, import_tensorrt(lean)
@@ -53,24 +53,24 @@ class Session:
             return {"ok": True, **operation(**given)}
         except WorkerError as error:
             return {"ok": False, "error": str(error)}
-        except Exception as error:  # whatever the bindings throw: the next request is another matter
+        except Exception as error:  # whatever the bindings raise: the next request may succeed
             return {"ok": False, "error": f"{type(error).__name__}: {error}; {self._logger.told()}"}
 
     def about(self) -> dict[str, Any]:
-        """What this is: versions and device."""
+        """Return the versions and the device."""
         return dict(self._about)
 
     def clocks(self) -> dict[str, Any]:
-        """The present clocks; they are only read."""
+        """Return the present clocks, without changing them."""
         return {"clocks": self._device.clocks()}
 
     def build(
         self, onnx: str, options: Mapping[str, Any], engine: str | None = None, cache: str | None = None,
         key: str | None = None,
     ) -> dict[str, Any]:  # fmt: skip
-        """Build an engine, check its precision, write it to ``engine`` and load it as ``key`` where these are given.
+        """Build an engine and check its precision; write it to ``engine`` and load it as ``key`` if given.
 
-        ``cache``: folder of the timing caches, one a TensorRT version and device.
+        ``cache``: folder of the timing caches, one per TensorRT version and device.
         """
         asked, source = BuildOptions.from_json(options), Path(onnx)
         builder = self._with_cache(cache)
@@ -102,7 +102,7 @@ class Session:
                 "types": types,
                 "tf32": "on" if asked.tf32 else "off",
                 "reformats": sum(map(is_reformat, layers)),
-                # Asking takes longer than some blocks' whole measurement.
+                # Reading the clocks takes longer than measuring some blocks.
                 "clocks": self._device.clocks() if engine is not None and not asked.block else None,
                 "engine_bytes": plan.nbytes,
                 **made,
@@ -125,7 +125,7 @@ class Session:
         return {"build": record}
 
     def load(self, engine: str, key: str, batch: int | None = None) -> dict[str, Any]:
-        """Load an engine file as ``key``; one that is cut off, or of another device or version, is refused."""
+        """Load an engine file as ``key``; refuse one that is cut off, or of another device or version."""
         path = Path(engine)
         if not path.is_file():
             raise WorkerError(f"there is no engine file {path}")
@@ -142,7 +142,7 @@ class Session:
         return {"engine": loaded.describe(), "build": record}
 
     def _refuse_foreign(self, path: Path, record: Mapping[str, Any]) -> None:
-        """Raise `WorkerError` where an engine is of another device, or of a version that does not run here."""
+        """Raise `WorkerError` if an engine is of another device, or of a version that does not run here."""
         options, source = record.get("options") or {}, record.get("onnx", "its ONNX file")
         portable = options.get("version_compatible") or options.get("lean")
         if self._lean and not portable:
@@ -152,7 +152,7 @@ class Session:
             )
         fixed = list(_FIXED)
         if portable and major_minor(str(record.get("tensorrt"))) <= major_minor(self._about["tensorrt"]):
-            fixed.remove("tensorrt")  # it runs under the versions that came later
+            fixed.remove("tensorrt")  # it runs under later versions
         other = [
             f"{k} {record.get(k)}, here {self._about[k]}" for k in fixed if record.get(k) != self._about[k]
         ]
@@ -170,15 +170,15 @@ class Session:
         return {}
 
     def sample(self, key: str, repeats: int = 1, graph: bool = True, inner: int = 1) -> dict[str, Any]:
-        """The ms of single runs."""
+        """Return the ms of single runs."""
         return {"ms": self._engine(key).sample(repeats, graph, inner)}
 
     def measure(self, key: str, timing: Mapping[str, Any] | None = None) -> dict[str, Any]:
-        """Median and quartiles of an engine's latency."""
+        """Return the median and quartiles of an engine's latency."""
         return {"measured": self._engine(key).measure(Timing(**(timing or {})))}
 
     def layers(self, key: str, nodes: list[str] | None = None, repeats: int = 20) -> dict[str, Any]:
-        """Each layer with its time, type and the ONNX nodes (of ``nodes``) that it computes."""
+        """Return each layer with its time, type and the ONNX nodes (of ``nodes``) that it computes."""
         engine = self._engine(key)
         told = {str(layer.get("Name", "")): layer for layer in engine.layers()}
         found = []
@@ -239,13 +239,13 @@ class Session:
 
 
 def description(engine: Path | str) -> Path:
-    """Return the file beside an engine that says what it is."""
+    """Return the path of the description beside an engine."""
     path = Path(engine)
     return path.with_name(f"{path.name}.json")
 
 
 def _description_of(engine: Path) -> dict[str, Any]:
-    """Return what the file beside an engine says; nothing where there is none."""
+    """Return the description beside an engine; empty if there is none."""
     file = description(engine)
     if not file.exists():
         return {}
@@ -256,20 +256,20 @@ def _description_of(engine: Path) -> dict[str, Any]:
 
 
 def _write(path: Path, content: Any) -> None:
-    """Write a file beside its place and rename it, so that it is whole or not there."""
+    """Write a scratch file and rename it, so that ``path`` is complete or unchanged."""
     part = path.with_name(f".{path.name}.{os.getpid()}-{threading.get_ident()}.part")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         part.write_bytes(content)
         os.replace(part, path)
     except OSError as error:
-        with contextlib.suppress(OSError):  # the first error is the one to tell
+        with contextlib.suppress(OSError):  # report the first error
             part.unlink()
         raise WorkerError(f"cannot write {path}: {error.strerror or error}; free space there") from error
 
 
 def serve(gpu: int = 0, lean: bool = False) -> int:
-    """Answer requests from standard input on standard output until it ends; what libraries print goes to stderr."""
+    """Answer requests from stdin on stdout until stdin ends; the libraries' output goes to stderr."""
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
     session: Session | None = None
