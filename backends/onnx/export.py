@@ -269,12 +269,12 @@ def _export_program(model: nn.Module, inputs: tuple[Tensor, ...], axes: Axes) ->
         n for tensor, own in zip(inputs, axes, strict=True) for a, n in own.items() if tensor.shape[a] < 2
     }
     # Copies: torch.export marks the open axes on the tensor itself, and a second export would find the marks.
-    inputs = tuple(tensor.clone() for tensor in resized(inputs, axes, dict.fromkeys(single, 2)))
+    copies = tuple(tensor.clone() for tensor in resized(inputs, axes, dict.fromkeys(single, 2)))
     try:
         with FourDimensionalAttention(), WholeRecurrentLayers():
             return torch.export.export(
                 _plain_class(model),
-                inputs,
+                copies,
                 dynamic_shapes=shapes,
                 strict=False,
             )

@@ -190,6 +190,14 @@ def test_a_product_with_a_number_is_no_activation(
     torch.testing.assert_close(found, torch.from_numpy(expected), rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("far", [999_999_999, 2**31 - 1, 2**63 - 1])
+def test_a_slice_to_a_far_end_is_open(far: int, tmp_path: Path) -> None:
+    """A limit on the batch could not be exported again with an open batch."""
+    held = {"nil": np.array([0]), "axis": np.array([0]), "far": np.array([far]), "one": np.array([1])}
+    path = write(tmp_path, [n("Slice", "x nil far axis one", "s"), n("Relu", "s")], held)
+    assert functions(smcp_fx.from_onnx(path)) == [F.relu]
+
+
 def test_rounding_behind_a_cast_is_no_difference(tmp_path: Path) -> None:
     """A variance as the mean of squares minus the square of the mean, far from zero (magika)."""
     held = {"far": np.float32(1000), "axes": np.array([1], np.int64), "scale": np.float32(1 / 48)}

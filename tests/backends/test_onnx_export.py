@@ -354,6 +354,14 @@ def shapes_of(path):
     return dict(zip((v.name for v in values.input), dims, strict=True))
 
 
+@pytest.mark.parametrize("batch", [1, 2])
+def test_a_batch_on_another_axis_is_told(batch, tmp_path):
+    """Also if one image is repeated to find a size that varies."""
+    given = torch.randn(batch, 3, 4, 4), torch.zeros(2, batch, 2)
+    with pytest.raises(BackendError, match=r"torch.export cannot capture Doubles.* batch on another axis"):
+        export_onnx(Doubles(), given, tmp_path / "n.onnx")
+
+
 def test_any_axis_stays_open_by_the_inputs_name_or_place(tmp_path):
     model, given = Doubles().eval(), (torch.randn(1, 3, 4, 4), torch.randn(2, 1, 2))
     named = {"x": {0: "batch", -1: "width"}, "state": {1: "batch"}}

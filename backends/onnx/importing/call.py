@@ -13,8 +13,8 @@ from smcp_fx.backends.onnx.importing.file import OnnxFile
 from smcp_fx.backends.onnx.importing.sizes import SizeArray
 from smcp_fx.errors import InputError
 
-#: Ends of slices that mean "to the end".
-_FAR = 2**31 - 1
+#: Ends of slices from here on mean "to the end": the largest integer, or 999999999 (TensorFlow's). No axis is longer.
+_FAR = 10**8
 
 
 @dataclass(frozen=True, eq=False)
