@@ -1,4 +1,4 @@
-"""Networks of torchvision's, trained on glyphs enlarged to 64 pixels and tiled to 224, for precisions and worths.
+"""Trained networks for the benchmark of precisions: torchvision's, on glyphs enlarged to 64 pixels, and tiled to 224.
 
     PYTHONPATH=tools/bench python tools/bench/precision_networks.py --glyphs glyphs.npz --work work
 
@@ -20,24 +20,12 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 #: Optimiser steps, by network and side, and images a step. Short: longer training would reach more.
-_STEPS = {
-    64: {"resnet18": 800, "mobilenet_v2": 400, "resnet50": 300, "convnext_tiny": 300, "vit_s_16": 300},
-    224: {"resnet18": 20, "mobilenet_v2": 20},
-}
+_STEPS = {64: {"resnet18": 800, "mobilenet_v2": 400}, 224: {"resnet18": 20, "mobilenet_v2": 20}}
 _BATCH = {64: 64, 224: 32}
 _TEST = {64: 4_000, 224: 1_000}
 _RATES = {64: 0.1, 224: 0.02}
-#: Of networks whose norms are over channels.
-_ADAM_RATE = 5e-4
 #: Pixels of a glyph's side. At 224 pixels glyphs are tiles, so that the networks need little further training.
 _TILE = 64
-
-
-def network(name: str, classes: int) -> nn.Module:
-    """torchvision's network; "vit_s_16" is ViT-S on images of 64 pixels."""
-    if name != "vit_s_16":
-        return torchvision.models.get_model(name, num_classes=classes)
-    return torchvision.models.VisionTransformer(_TILE, 16, 12, 6, 384, 1536, num_classes=classes)
 
 
 class Enlarged(Glyphs):
@@ -64,14 +52,12 @@ def _enlarged(images: Tensor, size: int) -> Tensor:
 def trained(task: Enlarged, name: str, folder: Path) -> nn.Module:
     """The network in eval mode; trained where the folder lacks it."""
     torch.manual_seed(0)
-    model = network(name, task.classes)
+    model: nn.Module = torchvision.models.get_model(name, num_classes=task.classes)
     file = folder / f"{name}-{task.size}.safetensors"
     if not file.exists():
         if task.size != 64:
             model.load_state_dict(load_file(folder / f"{name}-64.safetensors"))
-        adam = any(isinstance(module, nn.LayerNorm) for module in model.modules())
-        rate = _ADAM_RATE if adam else _RATES[task.size]
-        train(model, task, _STEPS[task.size][name], 0, file, rate=rate, batch=_BATCH[task.size])
+        train(model, task, _STEPS[task.size][name], 0, file, rate=_RATES[task.size], batch=_BATCH[task.size])
     model.load_state_dict(load_file(file))
     return model.eval()
 

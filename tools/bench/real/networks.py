@@ -14,7 +14,10 @@ from types import ModuleType
 from typing import Any
 
 import torch
-from precision_networks import Enlarged, trained
+import torchvision
+from pretrained.dense import train
+from pretrained.tasks import Digits
+from safetensors.torch import load_file
 from torch import Tensor, nn
 
 import smcp_fx
@@ -26,6 +29,9 @@ from real.things import right as named
 _CALIBRATION, _TEST = 900_000_001, 1_234_567
 #: Layers with a weight.
 _WEIGHTED = (nn.Linear, nn.Conv2d, nn.ConvTranspose2d)
+#: Optimiser steps of 32 digits, and the peak rate, of the networks that are trained here.
+_STEPS = {"resnet50": 300, "mobilenet_v2": 400, "convnext_tiny": 300, "vit_s": 300}
+_RATES = {"resnet50": 0.02, "mobilenet_v2": 0.05, "convnext_tiny": 5e-4, "vit_s": 5e-4}
 _RAPID = "packages/rapidocr_onnxruntime/models"
 
 
@@ -191,13 +197,34 @@ def crepe(size: str, folder: Path, images: int, tests: int) -> Subject:
     )  # fmt: skip
 
 
+class LargeDigits(Digits):
+    """scikit-learn's digits under noise, enlarged to 32 pixels and three channels."""
+
+    def draw(self, count: int, seed: int) -> tuple[Tensor, Tensor]:
+        """So many training images and their labels."""
+        images, labels = super().draw(count, seed)
+        return enlarged(images), labels
+
+
+def enlarged(images: Tensor) -> Tensor:
+    """Images [count, 1, 16, 16] as [count, 3, 32, 32]."""
+    return nn.functional.interpolate(images, scale_factor=2, mode="bilinear").repeat(1, 3, 1, 1)
+
+
 def trained_here(name: str, folder: Path, images: int, tests: int) -> Subject:
-    """A network of torchvision's that `precision_networks` trains on the glyphs of ``folder``/glyphs.npz."""
-    task = Enlarged(folder / "glyphs.npz", 64)
-    model = trained(task, name, folder)
-    test, truth = task.test[0][:tests], task.test[1][:tests].tolist()
+    """A network of torchvision's, trained on digits where the folder lacks it; "ViT-S": on patches of 8 pixels."""
+    task, file = LargeDigits(), folder / f"{name}-digits.safetensors"
+    torch.manual_seed(0)
+    if name == "vit_s":
+        model: nn.Module = torchvision.models.VisionTransformer(32, 8, 12, 6, 384, 1536, num_classes=10)
+    else:
+        model = torchvision.models.get_model(name, num_classes=10)
+    if not file.exists():
+        train(model, task, _STEPS[name], 0, file, _RATES[name], batch=32)
+    model.load_state_dict(load_file(file))
+    test, truth = enlarged(task.test[0][:tests]), task.test[1][:tests].tolist()
     return Subject(
-        model, task.draw(images, _CALIBRATION)[0], test, truth, 16, _last(model), lambda y: y.log_softmax(-1),
+        model.eval(), task.draw(images, _CALIBRATION)[0], test, truth, 16, _last(model), lambda y: y.log_softmax(-1),
         lambda s: s.argmax(-1), lambda t, a: [x == y for x, y in zip(t, a.tolist(), strict=True)]
     )  # fmt: skip
 
@@ -237,6 +264,6 @@ SUBJECTS: dict[str, Callable[[Path, int, int], Subject]] = {
 TRAINED_HERE: dict[str, Callable[[Path, int, int], Subject]] = {
     name: partial(trained_here, called)
     for name, called in {
-        "ResNet-50": "resnet50", "MobileNetV2": "mobilenet_v2", "ConvNeXt-T": "convnext_tiny", "ViT-S": "vit_s_16"
+        "ResNet-50": "resnet50", "MobileNetV2": "mobilenet_v2", "ConvNeXt-T": "convnext_tiny", "ViT-S": "vit_s"
     }.items()
 }  # fmt: skip
