@@ -67,11 +67,11 @@ class InDouble(TorchFunctionMode):
     def __enter__(self) -> InDouble:
         self._default = torch.get_default_dtype()
         torch.set_default_dtype(torch.float64)
-        super().__enter__()
+        super().__enter__()  # type: ignore[no-untyped-call]
         return self
 
     def __exit__(self, *error: Any) -> None:
-        super().__exit__(*error)
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
         torch.set_default_dtype(self._default)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

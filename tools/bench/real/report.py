@@ -74,8 +74,8 @@ ABOUT = {
         TRAINED_HERE,
         (
             "characters right",
-            "torchvision's network (ViT-S: on patches of 8 pixels), trained for minutes on scikit-learn's digits "
-            "under noise, of 32 pixels, and tested on others; for the worths of groups alone.",
+            "torchvision's network (ViT-S: on patches of 8 pixels), trained for minutes on scikit-learn's digits, "
+            "enlarged to 32 pixels, and tested on others; for the worths of groups alone.",
         ),
     ),
 }
@@ -103,9 +103,9 @@ images. *Failed*: it raised an error, or its network did.
 Latencies are those of emitted files in ONNX Runtime (in OpenVINO where that is named), one thread, measured in turns
 with the dense network's while another core did other work. Every method narrows until its file is within the target,
 all in multiples of eight channels; a cell tells where a network came out more than a point beside it. Ours of
-EfficientNet-Lite0, the recogniser and the classifier in ONNX Runtime was run before
+EfficientNet-Lite0, the recogniser and the classifier's 16 images was run before
 [labels were drawn](../explanations/experiments.md#without-training) by the present signs, on another processor than
-CREPE's and the detector's (AMD EPYC, AVX2).
+the rest (AMD EPYC, AVX2).
 
 `tools/bench/real/` made the record `docs/records/real.jsonl`, this page, its pictures and the README's table.
 """
