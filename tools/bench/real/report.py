@@ -93,8 +93,8 @@ Calibration and test have no thing, place, font or voice in common. *Right* is b
 (Wilson's; of the divergence, the normal one); differences from ours are paired by image. One seed; by latency, runs
 differ by themselves ([the classifier's, five times](../explanations/experiments.md#without-training)).
 
-Estimates of what a group is worth are mostly within a factor of two on ResNet-50 and EfficientNet-Lite0, but far off on
-networks that are certain of their answers; better ones would choose the same widths there
+Estimates of what groups are worth are mostly within a factor of two on ResNet-50 and EfficientNet-Lite0, but far off
+on networks that are certain of their answers; better ones would choose the same widths there
 ([experiments](../explanations/experiments.md#without-training)).
 
 *Uniform widths* keep the same share of every group, chosen by our elimination, with our repair. Torch-Pruning 1.6.1
