@@ -1,4 +1,4 @@
-"""Copies of modules that keep results of an earlier forward.
+"""Copies of modules that keep results of an earlier forward, and copies that run in double precision.
 
 A hook-made weight (``weight_norm``, ``spectral_norm``, pruned layers) and a cached feature map are tensors that
 autograd computed; `copy.deepcopy` refuses these. Nothing is lost when the copy holds their values: the next
@@ -16,6 +16,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 _T = TypeVar("_T")
+#: Methods that name a type.
 _CASTS = (Tensor.float, Tensor.half, Tensor.bfloat16)
 #: The attributes in which a module holds its parts.
 TABLES = ("_modules", "_parameters", "_buffers", "_non_persistent_buffers_set")
@@ -52,7 +53,7 @@ def _parameters(value: Any) -> list[Tensor]:
 
 
 def widened(value: _T) -> _T:
-    """A copy of a module in double precision; of other values (nested inputs), with such tensors."""
+    """A copy in double precision of a module, or of the tensors in nested inputs."""
     if isinstance(value, nn.Module):
         return deep_copy(value).double()
     wide: _T = pytree.tree_map(
@@ -62,7 +63,7 @@ def widened(value: _T) -> _T:
 
 
 class InDouble(TorchFunctionMode):
-    """Runs `widened` modules: any floating-point type that their forward names is float64."""
+    """Runs `widened` modules: every floating-point type that their forward names, or leaves out, is float64."""
 
     def __enter__(self) -> InDouble:
         self._default = torch.get_default_dtype()

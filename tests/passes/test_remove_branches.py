@@ -7,6 +7,7 @@ import torch
 from branch_removal import IMAGE, without
 from models import Residual, between, conv, run
 from tolerances import assert_close
+from torch import nn
 
 from smcp_fx.errors import PassError
 from smcp_fx.masking.masks import META, Constant
@@ -43,25 +44,26 @@ def test_nothing_to_remove_changes_nothing() -> None:
     assert module.code == code
 
 
-def test_what_would_cut_the_network_keeps_a_unit() -> None:
-    module, channels, keep = without(between(lambda s, h: s.mid(h), after=6, mid=conv(8, 6)), "mid")
+@pytest.mark.parametrize(
+    ("model", "group"),
+    [
+        (between(lambda s, h: s.mid(h), after=6, mid=conv(8, 6)), "mid"),  # it would cut the network
+        (  # the empty piece of a split is not read apart
+            between(
+                lambda s, h: torch.cat(torch.cat([s.a(h), s.b(h)], 1).chunk(2, 1)[::-1], 1), 8,
+                a=conv(8, 4), b=conv(8, 4),
+            ),
+            "a",
+        ),
+    ],
+    ids=["cut", "piece"],
+)  # fmt: skip
+def test_a_group_that_cannot_go_keeps_a_unit(model: nn.Module, group: str) -> None:
+    module, channels, keep = without(model, group)
     expected = run(module, (IMAGE,))
     result = RemoveBranches(channels, keep)(module)
     assert not result.modified and any("keeps a unit" in line for line in result.report)
-    assert keep[channels["mid"].units].sum() == 1
-    SliceChannels(channels, keep)(module)
-    assert_close(run(module, (IMAGE,)), expected, "slicing")
-
-
-def test_a_piece_that_is_read_together_with_others_keeps_a_unit() -> None:
-    """Read apart, an empty piece of a split goes."""
-    inner = {"a": conv(8, 4), "b": conv(8, 4)}
-    model = between(lambda s, h: torch.cat(torch.cat([s.a(h), s.b(h)], 1).chunk(2, 1)[::-1], 1), 8, **inner)
-    module, channels, keep = without(model, "a")
-    expected = run(module, (IMAGE,))
-    result = RemoveBranches(channels, keep)(module)
-    assert not result.modified and any("keeps a unit" in line for line in result.report)
-    assert keep[channels["a"].units].sum() == 1
+    assert keep[channels[group].units].sum() == 1
     SliceChannels(channels, keep)(module)
     assert_close(run(module, (IMAGE,)), expected, "slicing")
 

@@ -21,6 +21,7 @@ from real import lines, pages, signs, sounds, things  # noqa: E402
 from real import run as bench  # noqa: E402
 from real.networks import Subject  # noqa: E402
 from real.report import ones, paired, wilson, write_document  # noqa: E402
+from real.trained import LargeDigits  # noqa: E402
 from records import Record  # noqa: E402
 from without_training_methods import METHODS, Setting  # noqa: E402
 
@@ -131,6 +132,15 @@ def test_sounds_have_the_pitch_that_is_told() -> None:
     assert sounds.near([4047, 9120], found) == [True, False]
 
 
+def test_digits_are_large_and_equal_for_equal_seeds() -> None:
+    task = LargeDigits()
+    images, labels = task.draw(5, 3)
+    assert images.shape == (5, 3, 32, 32) and torch.equal(images, task.draw(5, 3)[0])
+    coarse = nn.functional.avg_pool2d(images.mean(1, keepdim=True), 4)[:, 0] * 0.5
+    nearest = (coarse[:, None] - task._digits[task._train]).square().sum((2, 3)).argmin(1)
+    assert torch.equal(task._labels[task._train][nearest], labels)
+
+
 def test_intervals_are_those_of_scipy() -> None:
     values = np.array([1] * 17 + [0] * 4)
     expected = scipy.stats.binomtest(17, 21).proportion_ci(0.95, method="wilson")
@@ -231,7 +241,7 @@ def test_the_page_tells_the_record(tmp_path: Path) -> None:
         "error": 0.001,
     }
     found += [{**near, "count": 4, "share": 0.5, "estimate": 0.01 * k, "measured": 0.01} for k in (1, 3)]
-    found += [{**found[-1], "network": "ViT-S", "dense": 0.75}]
+    found += [{**found[-1], "network": "ResNet-50", "dense": 0.75}]
     write_document(found, tmp_path)
     text = (tmp_path / "docs/results/real.md").read_text(encoding="utf-8")
     apart = f"{-12.5:+.1f} ({100 * (-0.125 - 1.959964 / 8):+.1f} to {100 * (-0.125 + 1.959964 / 8):+.1f})"
@@ -243,5 +253,5 @@ def test_the_page_tells_the_record(tmp_path: Path) -> None:
     readme = (tmp_path / "README.md").read_text(encoding="utf-8")
     assert "| PP-OCR classifier, this library | 100.0 | 87.5 |" in readme and readme.endswith("\nb\n")
     pictures = {path.name for path in (tmp_path / "docs/results").glob("*.svg")}
-    worths = {"real_pp_ocr_classifier_worth.svg", "real_vit_s_worth.svg"}
-    assert pictures == {"real_pp_ocr_classifier_flops.svg", *worths} and "## ViT-S: 75.0%" in text
+    worths = {"real_pp_ocr_classifier_worth.svg", "real_resnet_50_worth.svg"}
+    assert pictures == {"real_pp_ocr_classifier_flops.svg", *worths} and "## ResNet-50: 75.0% right" in text

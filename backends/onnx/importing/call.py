@@ -13,8 +13,8 @@ from smcp_fx.backends.onnx.importing.file import OnnxFile
 from smcp_fx.backends.onnx.importing.sizes import SizeArray
 from smcp_fx.errors import InputError
 
-#: Ends of slices from here on mean "to the end": the largest integer, or 999999999 (TensorFlow's). No axis is longer.
-_FAR = 10**8
+#: No axis is longer. Exporters write "to the end" as the largest integer, or as 999999999 (TensorFlow).
+FAR = 10**8
 
 
 @dataclass(frozen=True, eq=False)
@@ -133,4 +133,4 @@ class Call:
 
 
 def _end(end: Any) -> Any:
-    return None if isinstance(end, int) and abs(end) >= _FAR else end
+    return None if isinstance(end, int) and abs(end) >= FAR else end

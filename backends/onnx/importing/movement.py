@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
 from smcp_fx.backends.onnx.importing.building import Builder, SizesError, module_path
-from smcp_fx.backends.onnx.importing.call import Call
+from smcp_fx.backends.onnx.importing.call import FAR, Call
 from smcp_fx.backends.onnx.importing.elementwise import Rule, scalar
 from smcp_fx.backends.onnx.importing.size_arithmetic import combined
 from smcp_fx.backends.onnx.importing.sizes import Size, array_of, as_value
@@ -112,7 +112,7 @@ def _slice(b: Builder, call: Call) -> Any:
     keys: list[Any] = [slice(None)] * (call.rank or 0)
     for start, end, axis, step in zip(starts, ends, axes, steps, strict=True):
         if step < 0:
-            whole = isinstance(start, int) and (start == -1 or start > 2**30) and end is None
+            whole = isinstance(start, int) and (start == -1 or start >= FAR) and end is None
             if step != -1 or not whole:
                 raise call.refused(f"a slice from {start} to {end} in steps of {step}")
             x = b.call(torch.flip, x, (axis,))

@@ -14,10 +14,6 @@ from types import ModuleType
 from typing import Any
 
 import torch
-import torchvision
-from pretrained.dense import train
-from pretrained.tasks import Digits
-from safetensors.torch import load_file
 from torch import Tensor, nn
 
 import smcp_fx
@@ -29,9 +25,6 @@ from real.things import right as named
 _CALIBRATION, _TEST = 900_000_001, 1_234_567
 #: Layers with a weight.
 _WEIGHTED = (nn.Linear, nn.Conv2d, nn.ConvTranspose2d)
-#: Optimiser steps of 32 digits, and the peak rate, of the networks that are trained here.
-_STEPS = {"resnet50": 300, "mobilenet_v2": 200, "convnext_tiny": 250, "vit_s": 250}
-_RATES = {"resnet50": 0.02, "mobilenet_v2": 0.05, "convnext_tiny": 5e-4, "vit_s": 3e-4}
 _RAPID = "packages/rapidocr_onnxruntime/models"
 
 
@@ -197,35 +190,6 @@ def crepe(size: str, folder: Path, images: int, tests: int) -> Subject:
     )  # fmt: skip
 
 
-class LargeDigits(Digits):
-    """scikit-learn's digits, enlarged to 32 pixels and three channels, with little noise."""
-
-    def _draw(self, rows: Tensor, count: int, seed: int) -> tuple[Tensor, Tensor]:
-        g = torch.Generator().manual_seed(seed)
-        picked = rows[torch.randint(len(rows), (count,), generator=g)]
-        images = nn.functional.interpolate(self._digits[picked, None], size=32, mode="bilinear")
-        images = images + 0.1 * torch.randn(images.shape, generator=g)
-        return images.repeat(1, 3, 1, 1) / 0.5, self._labels[picked]
-
-
-def trained_here(name: str, folder: Path, images: int, tests: int) -> Subject:
-    """A network of torchvision's, trained on digits where the folder lacks it; "ViT-S": on patches of 8 pixels."""
-    task, file = LargeDigits(), folder / f"{name}-digits.safetensors"
-    torch.manual_seed(0)
-    if name == "vit_s":
-        model: nn.Module = torchvision.models.VisionTransformer(32, 8, 12, 6, 384, 1536, num_classes=10)
-    else:
-        model = torchvision.models.get_model(name, num_classes=10)
-    if not file.exists():
-        train(model, task, _STEPS[name], 0, file, _RATES[name], batch=32)
-    model.load_state_dict(load_file(file))
-    test, truth = task.test[0][:tests], task.test[1][:tests].tolist()
-    return Subject(
-        model.eval(), task.draw(images, _CALIBRATION)[0], test, truth, 16, _last(model), lambda y: y.log_softmax(-1),
-        lambda s: s.argmax(-1), lambda t, a: [x == y for x, y in zip(t, a.tolist(), strict=True)]
-    )  # fmt: skip
-
-
 def _yes_or_no(probabilities: Tensor) -> Tensor:
     """Logarithms of no and of yes, in a last dimension."""
     return _logarithm(torch.stack([1 - probabilities, probabilities], -1))
@@ -257,10 +221,3 @@ SUBJECTS: dict[str, Callable[[Path, int, int], Subject]] = {
     "CREPE tiny": partial(crepe, "tiny"),
     "CREPE full": partial(crepe, "full"),
 }
-#: Those whose worths alone are compared: none has weights that packages hold.
-TRAINED_HERE: dict[str, Callable[[Path, int, int], Subject]] = {
-    name: partial(trained_here, called)
-    for name, called in {
-        "ResNet-50": "resnet50", "MobileNetV2": "mobilenet_v2", "ConvNeXt-T": "convnext_tiny", "ViT-S": "vit_s"
-    }.items()
-}  # fmt: skip

@@ -15,8 +15,8 @@ import numpy as np
 from records import Record, fill, table
 from trade_off import Point, Series, svg_file, trade_off
 
-from real.networks import TRAINED_HERE
 from real.run import COMPARED, COSTS, OURS
+from real.trained import TRAINED
 from smcp_fx.report.svg import Panel, dot, line, text
 
 Line = dict[str, Any]
@@ -71,11 +71,11 @@ ABOUT = {
         for size in ("tiny", "full")
     },
     **dict.fromkeys(
-        TRAINED_HERE,
+        TRAINED,
         (
             "characters right",
-            "torchvision's network (ViT-S: on patches of 8 pixels), trained for minutes on scikit-learn's digits, "
-            "enlarged to 32 pixels, and tested on others; for the worths of groups alone.",
+            "torchvision's network, trained for a few minutes on scikit-learn's digits, enlarged to 32 pixels, and "
+            "tested on others; for the worths of groups alone.",
         ),
     ),
 }
@@ -93,8 +93,8 @@ Calibration and test have no thing, place, font or voice in common. *Right* is b
 (Wilson's; of the divergence, the normal one); differences from ours are paired by image. One seed; by latency, runs
 differ by themselves ([the classifier's, five times](../explanations/experiments.md#without-training)).
 
-Estimates of what groups are worth are mostly within a factor of two on ResNet-50 and EfficientNet-Lite0, but far off
-on networks that are certain of their answers; better ones would choose the same widths there
+Estimates of what groups are worth are mostly within a factor of two on ResNet-50, MobileNetV2 and EfficientNet-Lite0,
+but far off on networks that are certain of their answers; better ones would choose the same widths there
 ([experiments](../explanations/experiments.md#without-training)).
 
 *Uniform widths* keep the same share of every group, chosen by our elimination, with our repair. Torch-Pruning 1.6.1
@@ -103,10 +103,10 @@ images. *Failed*: it raised an error, or its network did.
 
 Latencies are those of emitted files in ONNX Runtime (in OpenVINO where that is named), one thread, measured in turns
 with the dense network's while another core did other work. Every method narrows until its file is within the target,
-all in multiples of eight channels; a cell tells where a network came out more than a point beside it. Ours of
-EfficientNet-Lite0, the recogniser and the classifier's 16 images was run before
-[labels were drawn](../explanations/experiments.md#without-training) by the present signs, on another processor than
-the rest (AMD EPYC, AVX2).
+all in multiples of eight channels; a cell tells where a network came out more than a point beside it. Latencies of
+EfficientNet-Lite0, the recogniser and the classifier's 16 images are of another processor than the rest (AMD EPYC,
+AVX2); in ONNX Runtime, ours there was run before [labels were drawn](../explanations/experiments.md#without-training)
+by the present signs.
 
 `tools/bench/real/` made the record `docs/records/real.jsonl`, this page, its pictures and the README's table.
 """
@@ -143,7 +143,7 @@ def _network(lines: Lines, network: str, results: Path) -> Iterator[str]:
     worth = [one for one in lines if one["kind"] == "worth"]
     if worth:
         if not good:
-            yield f"## {network}: {worth[0]['dense']:.1%}\n"
+            yield f"## {network}: {worth[0]['dense']:.1%} right\n"
             yield f"{ABOUT[network][1]}\n"
         yield from _worth(worth, network, results / f"{name}_worth.svg")
 

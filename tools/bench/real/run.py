@@ -9,8 +9,9 @@ All methods see the same images, and none a true label: ours does as `smcp_fx.co
 labels that are drawn from the dense network's predictions. "latency 1" and "latency 16" are ONNX Runtime's for so
 many images (`pretrained/latency.py`), "latency 1 openvino" is OpenVINO's. Every run is a line of JSON once it is
 done; a run that the record holds is not repeated. `--worth` compares the estimated worth of each group with what
-narrowing it alone does. Rivals need torch-pruning 1.6.1. Set OMP_NUM_THREADS=1; on Linux MALLOC_MMAP_MAX_=0,
-MALLOC_TRIM_THRESHOLD_=17179869184 and MALLOC_TOP_PAD_=268435456 halve the time.
+narrowing it alone does, also on networks that are trained here (`--networks ResNet-50 MobileNetV2`). Rivals need
+torch-pruning 1.6.1. Set OMP_NUM_THREADS=1; on Linux MALLOC_MMAP_MAX_=0, MALLOC_TRIM_THRESHOLD_=17179869184 and
+MALLOC_TOP_PAD_=268435456 halve the time.
 """
 
 from __future__ import annotations
@@ -30,7 +31,8 @@ from records import Record
 from torch import Tensor
 from without_training_methods import METHODS, WIDTHS, Setting
 
-from real.networks import SUBJECTS, TRAINED_HERE, Judged, Subject, divergence
+from real.networks import SUBJECTS, Judged, Subject, divergence
+from real.trained import TRAINED
 from smcp_fx.calibration.elimination import STOPS, Elimination, Order, Refit
 from smcp_fx.calibration.gathering import weigh
 from smcp_fx.calibration.objective import Objective
@@ -104,7 +106,7 @@ class Bench:
         key = case.network, case.cost, case.images, case.tests, case.seed
         if self._known is None or self._known[0] != key:
             self._known = None  # one at a time in memory
-            subject = {**SUBJECTS, **TRAINED_HERE}[case.network](self._folder, case.images, case.tests)
+            subject = {**SUBJECTS, **TRAINED}[case.network](self._folder, case.images, case.tests)
             self._known = key, Prepared(subject, case, self._record)
         return self._known[1]
 
@@ -186,6 +188,7 @@ def worth(prepared: Prepared) -> Iterator[dict[str, Any]]:
 def weighed(setting: Setting) -> tuple[Elimination, dict[str, Order]]:
     """The whole network, and the orders in which groups go, with their rises, as `gather_importance` finds them."""
     prepared, batches = setting.free, setting.images
+    torch.manual_seed(setting.seed)
     elimination = Elimination(prepared, len(batches))
     objective = Objective(prepared, outputs=setting.outputs)
     return elimination, weigh(elimination, prepared.smcp, batches, objective, Stretch(None))
@@ -249,7 +252,7 @@ def main() -> None:
     )
     parser.add_argument("folder", type=Path, help="what fetch.sh filled")
     parser.add_argument("--record", type=Path, required=True, help="file of JSON lines to fill")
-    parser.add_argument("--networks", nargs="+", default=list(SUBJECTS), choices=[*SUBJECTS, *TRAINED_HERE])
+    parser.add_argument("--networks", nargs="+", default=list(SUBJECTS), choices=[*SUBJECTS, *TRAINED])
     parser.add_argument("--methods", nargs="+", default=list(COMPARED), choices=list(METHODS))
     parser.add_argument("--cost", default="flops", choices=list(COSTS))
     parser.add_argument("--targets", nargs="+", type=float, default=[0.8, 0.7, 0.5])
