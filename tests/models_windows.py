@@ -40,6 +40,22 @@ def windows_weighed() -> nn.Module:
     return between(wiring, kernel=conv(8, 18))
 
 
+@awkward(1.0)
+def pooled_beside_the_channels() -> nn.Module:
+    """Adaptive pooling leaves the dimension for which it is given None: here that of the channels, as in EasyOCR."""
+
+    def wiring(s: Any, h: Tensor) -> Tensor:
+        by_column = s.pool(h.permute(0, 3, 1, 2)).permute(0, 2, 3, 1)
+        return h * by_column + F.adaptive_max_pool2d(h.transpose(1, 2), (None, 1)).transpose(1, 2)
+
+    return between(wiring, pool=nn.AdaptiveAvgPool2d((None, 1)))
+
+
+@awkward(0.0)
+def pooled_over_the_channels() -> nn.Module:
+    return between(lambda s, h: F.adaptive_avg_pool2d(h.transpose(1, 2), (8, 1)).transpose(1, 2))
+
+
 @awkward(0.0)
 def windows_of_channels() -> nn.Module:
     return between(lambda s, h: h.unfold(1, 4, 2).sum(-1), 8, 3)

@@ -12,6 +12,7 @@ from typing import Any
 
 from torch import fx
 
+from smcp_fx.tracing.aliases import sources
 from smcp_fx.tracing.operations import operation_name, writes_in_place
 from smcp_fx.tracing.traits import Trait, has
 from smcp_fx.tracing.values import OPAQUE, TensorInfo, has_tensors
@@ -28,7 +29,7 @@ def made_tensors(
     """
     tensors = {name for name, value in values.items() if has_tensors(value)}
     made: dict[fx.Node, bool] = {}
-    touched: set[fx.Node] = set()  # a write into a tensor may change all tensors that it was made from
+    touched: set[fx.Node] = set()  # a write into a view changes the tensor, too
     for node in module.graph.nodes:
         inputs = [n for n in _read(node) if n.name in tensors]
         made[node] = (
@@ -38,10 +39,10 @@ def made_tensors(
             and all(made[n] for n in inputs)
         )
         if writes_in_place(node, module):
-            _touch(node, tensors, touched)
+            _touch(node, module, touched)
         if node.target is operator.setitem and not all(made[n] for n in inputs):
             filled: set[fx.Node] = set()  # it holds features from here on
-            _touch(node.args[0], tensors, filled)
+            _touch(node.args[0], module, filled)
             made.update(dict.fromkeys(filled, False))
             touched |= filled
     made_for: dict[str, set[str] | None] = {}
@@ -67,12 +68,11 @@ def _read(node: fx.Node) -> list[fx.Node]:
     return node.all_input_nodes
 
 
-def _touch(node: fx.Node, tensors: Collection[str], touched: set[fx.Node]) -> None:
-    """Add the node and the tensors that it is computed from. Numbers share no memory, so the search ends there."""
+def _touch(node: fx.Node, module: fx.GraphModule, touched: set[fx.Node]) -> None:
+    """Add the node and the tensors whose memory it may share."""
     todo = [node]
-    touched.add(node)
     while todo:
-        for source in todo.pop().all_input_nodes:
-            if source not in touched and source.name in tensors:
-                touched.add(source)
-                todo.append(source)
+        one = todo.pop()
+        if one not in touched:
+            touched.add(one)
+            todo += sources(one, module)

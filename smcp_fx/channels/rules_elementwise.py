@@ -137,13 +137,23 @@ def choice(run: Propagation, call: Call) -> Any:
 
 
 def pooling(run: Propagation, call: Call) -> Any:
-    """Works inside each channel: channels must not lie along the spatial dimensions."""
+    """Works inside each channel: channels must not lie along the spatial dimensions that it changes."""
     labels = run.of(call.argument(0, "input"))
-    spatial = _spatial_rank(call)
+    pooled = _pooled(call, labels.dim())
     for dim in run.varied(labels):
-        if dim >= labels.dim() - spatial:
+        if dim in pooled:
             labels = run.tie_along(labels, dim)
-    return like(call, at_first(labels, range(labels.dim() - spatial)))
+    return like(call, at_first(labels, [dim for dim in range(labels.dim()) if dim not in pooled]))
+
+
+def _pooled(call: Call, rank: int) -> list[int]:
+    """The spatial dimensions of a pooling; not those for which an adaptive one is given None, which it leaves."""
+    spatial = range(rank - _spatial_rank(call), rank)
+    if "adaptive" not in (call.name or ""):
+        return list(spatial)
+    sizes = call.option(1, "output_size")
+    sizes = sizes if isinstance(sizes, (tuple, list)) else [sizes] * len(spatial)
+    return [dim for dim, size in zip(spatial, sizes, strict=True) if size is not None]
 
 
 def glu(run: Propagation, call: Call) -> Any:

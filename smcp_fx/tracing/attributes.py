@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import copy
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from operator import is_
 from types import TracebackType
@@ -46,12 +46,17 @@ def held_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
                 yield f"{path}.{name}" if path else name, value
 
 
-def refuse_state(module: nn.Module) -> None:
-    """Refuse tensors in a module that forward creates, or that the model does not register as a submodule."""
-    held = next(iter([*module.named_parameters(), *module.named_buffers()]), None)
-    if held is not None:
+def refuse_state(module: nn.Module, held: Iterable[Tensor]) -> None:
+    """Refuse a called module that is no submodule and has tensors that are not the model's, which are ``held``.
+
+    (A `Sequential` that forward makes of submodules has none.)
+    """
+    own = {id(tensor) for tensor in held}
+    named = [*module.named_parameters(), *module.named_buffers()]
+    foreign = next((name for name, tensor in named if id(tensor) not in own), None)
+    if foreign is not None:
         raise TraceError(
-            f"a {type(module).__name__} that is called is not a submodule of the model, so its {held[0]!r} is not "
+            f"a {type(module).__name__} that is called is not a submodule of the model, so its {foreign!r} is not "
             "in the state dict: make it in __init__, and keep it as an attribute or in an nn.ModuleList"
         )
 

@@ -79,6 +79,7 @@ BETWEEN: dict[str, Callable[[nn.Module, Tensor], Tensor]] = {
         h + s.rates.outer(torch.arange(h.shape[-1], dtype=h.dtype)).sin()[:, None]
     ),
     "before a write": before_a_write,
+    "before features are written": lambda s, h: s.last(h + sines(h)).relu_(),
     "by the image's size": lambda s, h: h + torch.arange(h.shape[-1], dtype=h.dtype),
 }
 

@@ -34,6 +34,15 @@ def test_modules_made_in_forward_or_kept_in_lists(wiring: Wiring) -> None:
     assert check_traced(between(wiring, kept=[nn.LeakyReLU(0.1)])).channels.free_share == 1.0
 
 
+def test_a_sequential_of_submodules_is_made_in_forward() -> None:
+    """As the encoders of segmentation_models_pytorch up to 0.4 do."""
+    model = between(
+        lambda s, h: nn.Sequential(s.mid, s.norm, nn.ReLU())(h), mid=conv(8, 8), norm=nn.BatchNorm2d(8)
+    )
+    prepared = check_traced(model)
+    assert prepared.channels.free_share == 1.0 and not prepared.regions
+
+
 @pytest.mark.parametrize("wiring", [lambda s, h: s.kept[0](h), lambda s, h: nn.Conv2d(8, 8, 1)(h)])
 def test_modules_with_weights_outside_the_model_are_refused(wiring: Wiring) -> None:
     model = between(wiring, kept=[nn.Conv2d(8, 8, 1)]).eval()
