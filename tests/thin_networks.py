@@ -4,8 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import nn
 from torchvision import models
+from torchvision.models.detection.backbone_utils import BackboneWithFPN
+from torchvision.models.detection.ssd import SSDFeatureExtractorVGG
+from torchvision.ops.feature_pyramid_network import LastLevelP6P7
 
 
 def narrow_vgg11_bn(weights: None = None) -> nn.Module:
@@ -29,9 +33,49 @@ def short_resnet(weights: None = None, progress: bool = True, **options: Any) ->
 
 
 def narrow_vgg16(**_: Any) -> models.VGG:
-    """Narrow but for the two layers whose widths SSD writes down."""
-    widths: list[str | int] = [8, 8, "M", 8, 8, "M", 16, 16, 16, "M", 16, 16, 512, "M", 16, 16, 512, "M"]
+    widths: list[str | int] = [8, "M", 8, "M", 16, 16, "M", 16, 32, "M", 16, 32, "M"]
     return models.VGG(models.vgg.make_layers(widths), init_weights=False)
+
+
+def narrow_ssd(trunk: nn.Module, highres: bool) -> SSDFeatureExtractorVGG:
+    """What SSD takes from its trunk, with the trunk's few channels where it writes down many."""
+    extractor = SSDFeatureExtractorVGG(trunk, highres)
+    extractor.scale_weight = nn.Parameter(torch.full((32,), 20.0))
+    for blocks in extractor.extra:
+        for conv in [m for m in blocks.modules() if isinstance(m, nn.Conv2d)]:
+            inputs, outputs = min(conv.in_channels, 32), min(conv.out_channels, 32)
+            conv.in_channels, conv.out_channels = inputs, outputs
+            conv.weight = nn.Parameter(conv.weight[:outputs, :inputs].detach())
+            conv.bias = nn.Parameter(conv.bias[:outputs].detach())
+    return extractor
+
+
+def narrow_pyramid(
+    trunk: nn.Module,
+    layers: dict[str, str],
+    widths: list[int],
+    _: int,
+    extra_blocks: nn.Module,
+    **options: Any,
+) -> BackboneWithFPN:
+    """A detector's pyramid with a quarter of the channels."""
+    if isinstance(extra_blocks, LastLevelP6P7):
+        extra_blocks = LastLevelP6P7(64, 64)
+    return BackboneWithFPN(trunk, layers, widths, 64, extra_blocks, **options)
+
+
+def short_mobilenet(weights: None = None, reduced_tail: bool = True, **options: Any) -> models.MobileNetV3:
+    """Every kind of the small one's blocks, and the strides that SSDlite counts."""
+    blocks = [
+        (16, 3, 16, 16, True, "RE", 2),
+        (16, 3, 72, 24, False, "RE", 2),
+        (24, 3, 88, 24, False, "RE", 1),
+        (24, 5, 96, 40, True, "HS", 2),
+        (40, 5, 120, 48, True, "HS", 2),
+        (48, 5, 144, 48, True, "HS", 1),
+    ]
+    settings = [models.mobilenetv3.InvertedResidualConfig(*block, 1, 1.0) for block in blocks]
+    return models.MobileNetV3(settings, 512, **options)
 
 
 def thin_resnet50(weights: None = None) -> nn.Module:

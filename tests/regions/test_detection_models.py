@@ -7,20 +7,20 @@ from typing import Any
 import pytest
 import torch
 from models import random_masks, randomise
-from thin_networks import narrow_vgg16, short_resnet
+from thin_networks import narrow_pyramid, narrow_ssd, narrow_vgg16, short_mobilenet, short_resnet
 from tolerances import assert_close
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
-from torchvision.models import detection, mobilenet_v3_small
+from torchvision.models import detection
 
 import smcp_fx
 from smcp_fx.config import MethodConfig
 
 CONFIG = MethodConfig(multiple=1, batch_norm_scaling=True)
-SIDE = 96
+SIDE = 64
 DETECTORS = {
     "ssdlite320_mobilenet_v3_large": (("backbone", "head"), 0.99),
-    "ssd300_vgg16": (("backbone", "head"), 0.85),
+    "ssd300_vgg16": (("backbone", "head"), 0.99),
     "retinanet_resnet50_fpn": (("backbone", "head"), 0.99),
     "fcos_resnet50_fpn": (("backbone", "head"), 0.99),
     "fasterrcnn_resnet50_fpn": (
@@ -36,13 +36,17 @@ def test_detection_model(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     regions, free = DETECTORS[name]
     for file in ("retinanet", "fcos", "faster_rcnn"):  # as torchvision builds them, but for a shallower trunk
         monkeypatch.setattr(f"torchvision.models.detection.{file}.resnet50", short_resnet)
+    monkeypatch.setattr("torchvision.models.detection.backbone_utils.BackboneWithFPN", narrow_pyramid)
     monkeypatch.setattr("torchvision.models.detection.ssd.vgg16", narrow_vgg16)
-    monkeypatch.setattr("torchvision.models.detection.ssdlite.mobilenet_v3_large", mobilenet_v3_small)
+    monkeypatch.setattr("torchvision.models.detection.ssd.SSDFeatureExtractorVGG", narrow_ssd)
+    monkeypatch.setattr("torchvision.models.detection.ssdlite.mobilenet_v3_large", short_mobilenet)
     sizes = {} if name.startswith("ssd") else {"min_size": SIDE, "max_size": SIDE}
     if name.startswith("faster"):  # fewer boxes
         sizes |= {
             f"rpn_{when}_nms_top_n_{mode}": 30 for when in ("pre", "post") for mode in ("train", "test")
         }
+    else:
+        sizes |= {"topk_candidates": 30}
     model = getattr(detection, name)(weights=None, weights_backbone=None, num_classes=5, **sizes)
     count = 1 if name == "ssd300_vgg16" else 2  # it resizes to 300 pixels, and has no norm that needs two
     images = [torch.rand(3, SIDE, SIDE).double() for _ in range(count)]
@@ -73,7 +77,7 @@ def test_detection_model(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
                 compared += 1
         assert compared or region in ("backbone", "roi_heads.box_head")  # whose outputs may be fewer
     targets = [
-        {"boxes": torch.tensor([[5.0, 5.0, 60.0, 70.0]]).double(), "labels": torch.tensor([1])}
+        {"boxes": torch.tensor([[5.0, 5.0, 40.0, 50.0]]).double(), "labels": torch.tensor([1])}
         for _ in images
     ]
     for trained in (prepared, smaller):
