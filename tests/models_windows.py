@@ -51,9 +51,26 @@ def pooled_beside_the_channels() -> nn.Module:
     return between(wiring, pool=nn.AdaptiveAvgPool2d((None, 1)))
 
 
+@awkward(1.0)
+def pooled_by_windows_of_one_channel() -> nn.Module:
+    """As SpeechBrain's CRDNN pools features of [N, H, W, C]."""
+
+    def wiring(s: Any, h: Tensor) -> Tensor:
+        narrow = s.pool(h.permute(0, 2, 1, 3)).permute(0, 2, 1, 3)
+        return narrow + F.avg_pool2d(h.permute(0, 3, 2, 1), (2, 1), (2, 1)).permute(0, 3, 2, 1).mT
+
+    return between(wiring, pool=nn.MaxPool2d((1, 2), (1, 2)))
+
+
 @awkward(0.0)
 def pooled_over_the_channels() -> nn.Module:
-    return between(lambda s, h: F.adaptive_avg_pool2d(h.transpose(1, 2), (8, 1)).transpose(1, 2))
+    """To as many as there were, in windows of two, and in windows of one that skip every other."""
+
+    def wiring(s: Any, h: Tensor) -> Tensor:
+        h = F.adaptive_avg_pool2d(h.transpose(1, 2), (8, 1))
+        return torch.cat([F.max_pool2d(h, (2, 1)), F.max_pool2d(h, 1, (2, 1))], 2).transpose(1, 2)
+
+    return between(wiring)
 
 
 @awkward(0.0)

@@ -147,13 +147,22 @@ def pooling(run: Propagation, call: Call) -> Any:
 
 
 def _pooled(call: Call, rank: int) -> list[int]:
-    """The spatial dimensions of a pooling; not those for which an adaptive one is given None, which it leaves."""
-    spatial = range(rank - _spatial_rank(call), rank)
-    if "adaptive" not in (call.name or ""):
-        return list(spatial)
-    sizes = call.option(1, "output_size")
-    sizes = sizes if isinstance(sizes, (tuple, list)) else [sizes] * len(spatial)
-    return [dim for dim, size in zip(spatial, sizes, strict=True) if size is not None]
+    """The spatial dimensions that a pooling changes: not those with windows of one, or given None."""
+    name, count = call.name or "", _spatial_rank(call)
+
+    def each(position: int, option: str, default: Any = None) -> list[Any]:
+        given = call.option(position, option, default)
+        values = list(given) if isinstance(given, (tuple, list)) else [given]
+        return values * count if len(values) == 1 else values
+
+    if "adaptive" in name:
+        left = [size is None for size in each(1, "output_size")]
+    elif name.startswith(("avgpool", "maxpool")):
+        settings = zip(each(1, "kernel_size"), each(2, "stride"), each(3, "padding", 0), strict=True)
+        left = [(window, stride or window, padding) == (1, 1, 0) for window, stride, padding in settings]
+    else:
+        left = [False] * count
+    return [dim for dim, kept in zip(range(rank - count, rank), left, strict=True) if not kept]
 
 
 def glu(run: Propagation, call: Call) -> Any:
