@@ -264,7 +264,7 @@ def _short(lines: Lines) -> str:
             for target in targets:
                 found = [one for one in mine if one["target"] == target and one["method"] in methods]
                 right = [one["accuracy"] for one in found if "failed" not in one]
-                cells.append(f"{100 * max(right):.1f}" if right else "failed")
+                cells.append(f"{100 * max(right):.1f}" if right else "failed" if found else "not run")
             rows.append([f"{network}, {name}", dense, *cells])
     return table(["right, %", "dense", *(f"{target:.0%} of the FLOPs" for target in targets)], rows)
 
