@@ -17,9 +17,11 @@ def build():
 """
 
 
-def run(*flags: str) -> int:
+def run(*flags: str, workers: int | None = 0) -> int:
+    """Call smcp-compile; ``workers``: None for its default, where processes take longer than the images."""
     given = (
         "--model mine.py:build --data imagefolder:images --input-size 32 --cost flops --target 0.8 --epochs 1"
     )
-    given += " --train-batch 8 --batch 4 --out out --overwrite --multiple 4"
+    given += " --train-batch 8 --batch 4 --out out --overwrite --multiple 4 --calibration 16"
+    given += "" if workers is None else f" --workers {workers}"
     return main([*given.split(), *flags])

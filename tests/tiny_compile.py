@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 
 from smcp_fx.backends import CompareConfig, compare
+from smcp_fx.backends.timing import comparing
+from smcp_fx.backends.timing import measuring as timing
 from smcp_fx.compiler import measuring
 
 MODEL = """
@@ -64,11 +66,18 @@ def arguments(model: str, out: Path, *more: str) -> list[str]:
         "2",
         "--batch",
         "4",
+        "--calibration",
+        "64",
         *more,
     ]
 
 
 def compare_briefly(patch: pytest.MonkeyPatch) -> None:
-    """Let the compile run compare for three rounds, and no more until they agree: these tests judge no latency."""
+    """Let the compile run time three runs, in three rounds where it compares: these tests judge no latency."""
+    few = functools.partial(
+        timing.TimingConfig, min_repeats=3, max_repeats=3, warmup_ms=1.0, attempts=1, settle=1
+    )
+    patch.setattr(timing, "TimingConfig", few)
+    patch.setattr(comparing, "_ROUND", few())
     brief = functools.partial(compare, config=CompareConfig(rounds=3, seconds=0.0, longest_seconds=0.0))
     patch.setattr(measuring, "compare", brief)

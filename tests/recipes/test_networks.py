@@ -7,7 +7,6 @@ import itertools
 import pytest
 import torch
 from models import random_masks, randomise
-from thin_networks import thin_resnet50
 from tolerances import assert_close
 from torch import nn
 
@@ -77,8 +76,7 @@ def test_ssd_outputs_are_in_the_order_of_its_priors() -> None:
 
 
 @pytest.mark.parametrize(("name", "size"), [("mobilenet_v1", 32), ("ssd512_resnet50", 64)])
-def test_masked_is_sliced(name: str, size: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("torchvision.models.resnet50", thin_resnet50)
+def test_masked_is_sliced(name: str, size: int, narrow_detector: None) -> None:
     network = randomise(build_model(f"smcp:{name}", num_classes=4)).double().eval()
     images = torch.rand(2, 3, size, size, dtype=torch.float64)
     config = MethodConfig(keep_first_convolution=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 import time
@@ -12,12 +13,12 @@ import generated_data
 import pytest
 import torch
 from processes import Running, ranks
-from thin_networks import thin_resnet50
 from torch import nn
 
 import smcp_fx
 from smcp_fx.backends import BlockLatency, Measurement
 from smcp_fx.backends.pytorch import TorchBackend
+from smcp_fx.backends.timing.measuring import TimingConfig
 from smcp_fx.cli.train import main
 from smcp_fx.recipes import plan, pricing, run
 from smcp_fx.recipes.recipe import load_recipe, recipe_names
@@ -145,9 +146,8 @@ def test_a_recipe_runs_to_its_end(
     devkit: Path,
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
+    narrow_detector: None,
 ) -> None:
-    monkeypatch.setattr("torchvision.models.resnet50", thin_resnet50)
     data = devkit if "ssd" in name else folder
     changes = [word for option in options for word in ("--set", option)]
     out = tmp_path / "run"
@@ -216,6 +216,8 @@ def test_a_latency_table_is_measured_used_and_needed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(pricing, "get_backend", lambda _, **options: Priced(**options))
+    once = TimingConfig(min_repeats=1, max_repeats=1, budget_ms=0.0, warmup_ms=0.0, attempts=1)
+    monkeypatch.setattr(run, "measure_interleaved", functools.partial(run.measure_interleaved, config=once))
     table = str(tmp_path / "t.sqlite")
     common = [tiny, *SMALL[2:], "--set", "pruning.every=2", "--table", table]
     assert main([*common, "--dry-run"]) == 0

@@ -17,10 +17,11 @@ from smcp_fx.compiler.seeking import CLOSE, TRIES
 _PATH = sys.path[:]
 sys.path.insert(0, str(Path(__file__).parents[2] / "tools" / "bench"))
 from accuracy import run as bench  # noqa: E402
+from accuracy import training  # noqa: E402
 from accuracy.report import write_document  # noqa: E402
 from accuracy.statistics import interval, paired  # noqa: E402
 from pretrained.latency import Share, Stopwatch, widths_of  # noqa: E402
-from pretrained.networks import NETWORKS  # noqa: E402
+from pretrained.networks import NETWORKS, MobileNet  # noqa: E402
 from pretrained.tasks import Digits  # noqa: E402
 from records import Record  # noqa: E402
 
@@ -47,11 +48,24 @@ class Small(Digits):
         self.test = (self.test[0][:64], self.test[1][:64])
 
 
+class Short(MobileNet):
+    """Three of the six blocks: two with a residual, one with a stride."""
+
+    def __init__(self, channels: int, classes: int) -> None:
+        super().__init__(channels, classes)
+        last = torch.nn.Conv2d(40, 160, 1, bias=False)
+        self.features = torch.nn.Sequential(
+            *self.features[:4], *self.features[5:7], last, *self.features[10:]
+        )
+
+
 @pytest.fixture
 def arguments(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> argparse.Namespace:
     monkeypatch.setattr(bench, "tasks", lambda _: {"digits": Small()})
     monkeypatch.setattr(bench, "IMAGES", 64)
     monkeypatch.setattr(bench, "JUDGED", 64)
+    monkeypatch.setattr(training, "_BATCH", 16)
+    monkeypatch.setitem(NETWORKS, "mobilenet", Short)
     torch.manual_seed(0)
     save_file(NETWORKS["mobilenet"](1, 10).state_dict(), tmp_path / "digits-mobilenet-0.safetensors")
     methods = ["ours", "uniform L2", "soft masks", "as published", "narrow, from scratch"]

@@ -136,6 +136,7 @@ def test_tensorrt_chooses_its_builders_and_reaches_a_target(
     monkeypatch: pytest.MonkeyPatch, settings: Settings, quick: None, tensorrt: None
 ) -> None:
     monkeypatch.setattr(tensorrt_rows, "BUILDERS", (1, 2))
+    monkeypatch.setattr(tensorrt_rows, "ROWS", 2)
     for name in ("no kernels compiled", "level 2"):
         monkeypatch.delitem(tensorrt_rows.EFFORTS, name)
     assert Session("tensorrt-rows", settings, 60).run(tensorrt_rows.rows) == "whole"
