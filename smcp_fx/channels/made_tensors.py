@@ -29,7 +29,7 @@ def made_tensors(
     """
     tensors = {name for name, value in values.items() if has_tensors(value)}
     made: dict[fx.Node, bool] = {}
-    touched: set[fx.Node] = set()  # a write into a view changes the tensor, too
+    touched: set[fx.Node] = set()  # a write may change what the tensor was made of
     for node in module.graph.nodes:
         inputs = [n for n in _read(node) if n.name in tensors]
         made[node] = (
@@ -39,10 +39,10 @@ def made_tensors(
             and all(made[n] for n in inputs)
         )
         if writes_in_place(node, module):
-            _touch(node, module, touched)
+            _touch(node, made, module, touched)
         if node.target is operator.setitem and not all(made[n] for n in inputs):
             filled: set[fx.Node] = set()  # it holds features from here on
-            _touch(node.args[0], module, filled)
+            _touch(node.args[0], made, module, filled)
             made.update(dict.fromkeys(filled, False))
             touched |= filled
     made_for: dict[str, set[str] | None] = {}
@@ -68,11 +68,13 @@ def _read(node: fx.Node) -> list[fx.Node]:
     return node.all_input_nodes
 
 
-def _touch(node: fx.Node, module: fx.GraphModule, touched: set[fx.Node]) -> None:
-    """Add the node and the tensors whose memory it may share."""
+def _touch(
+    node: fx.Node, made: Mapping[fx.Node, bool], module: fx.GraphModule, touched: set[fx.Node]
+) -> None:
+    """Add the node and the tensors whose memory it may share; of tensors of sizes also what they were made of."""
     todo = [node]
     while todo:
         one = todo.pop()
         if one not in touched:
             touched.add(one)
-            todo += sources(one, module)
+            todo += one.all_input_nodes if made[one] else sources(one, module)

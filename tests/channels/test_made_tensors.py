@@ -57,6 +57,12 @@ def read_twice(s: nn.Module, h: Tensor) -> Tensor:
     return (h + found) * (found.cumsum(1) + found.flip(1)).sin()
 
 
+def copy_written(s: nn.Module, h: Tensor) -> Tensor:
+    """A tensor of sizes and a copy of it that is written into, both read by features."""
+    found = sines(h)
+    return h + found + found.clone().mul_(2)
+
+
 def before_a_write(s: nn.Module, h: Tensor) -> Tensor:
     """What is written into was made from sizes of features that had met such a tensor."""
     rows, _ = torch.meshgrid(*(torch.arange(n, dtype=h.dtype) for n in h.shape[1::2]), indexing="ij")
@@ -82,6 +88,11 @@ BETWEEN: dict[str, Callable[[nn.Module, Tensor], Tensor]] = {
     "before features are written": lambda s, h: s.last(h + sines(h)).relu_(),
     "by the image's size": lambda s, h: h + torch.arange(h.shape[-1], dtype=h.dtype),
 }
+#: Their channels stay: a write may show in what the tensor was made of.
+WRITTEN: dict[str, Callable[[nn.Module, Tensor], Tensor]] = {
+    "written": lambda s, h: h + table(h),
+    "a copy is written": copy_written,
+}
 
 
 class Net(nn.Module):
@@ -98,13 +109,15 @@ class Net(nn.Module):
         return self.head(self.between(self, self.first(x).relu()).relu())
 
 
-@pytest.mark.parametrize("name", [*BETWEEN, "written"])
+@pytest.mark.parametrize("name", [*BETWEEN, *WRITTEN])
 def test_masked_is_sliced_at_other_sizes(name: str) -> None:
     torch.manual_seed(0)
-    between = BETWEEN.get(name, lambda s, h: h + table(h))
-    model, image = Net(between).double().eval(), torch.randn(2, 3, 10, 10, dtype=torch.float64)
+    model, image = (
+        Net((BETWEEN | WRITTEN)[name]).double().eval(),
+        torch.randn(2, 3, 10, 10, dtype=torch.float64),
+    )
     prepared = smcp_fx.prepare(model, image)
-    assert name == "written" or prepared.channels.free_share == 1.0  # a write may show in what is made of it
+    assert name in WRITTEN or prepared.channels.free_share == 1.0
     prepared.set_masks(random_masks(prepared, 0))
     sliced = smcp_fx.convert(prepared)
     for size in (10, 14):
