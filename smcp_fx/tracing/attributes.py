@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import copy
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Container, Iterator
 from dataclasses import dataclass
 from operator import is_
 from types import TracebackType
@@ -46,17 +46,20 @@ def held_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
                 yield f"{path}.{name}" if path else name, value
 
 
-def refuse_state(module: nn.Module, held: Iterable[Tensor]) -> None:
-    """Refuse a called module that is no submodule and has tensors that are not the model's, which are ``held``.
+def refuse_state(module: nn.Module, submodules: Container[nn.Module]) -> None:
+    """Refuse a called module with tensors of its own that is none of the model's ``submodules``.
 
     (A `Sequential` that forward makes of submodules has none.)
     """
-    own = {id(tensor) for tensor in held}
-    named = [*module.named_parameters(), *module.named_buffers()]
-    foreign = next((name for name, tensor in named if id(tensor) not in own), None)
-    if foreign is not None:
+    parts = [(path, part) for path, part in module.named_modules() if part not in submodules]
+    held = [
+        f"{path}.{name}".lstrip(".")
+        for path, part in parts
+        for name, _ in (*part.named_parameters(recurse=False), *part.named_buffers(recurse=False))
+    ]
+    if held:
         raise TraceError(
-            f"a {type(module).__name__} that is called is not a submodule of the model, so its {foreign!r} is not "
+            f"a {type(module).__name__} that is called is not a submodule of the model, so its {held[0]!r} is not "
             "in the state dict: make it in __init__, and keep it as an attribute or in an nn.ModuleList"
         )
 

@@ -192,7 +192,7 @@ class ShapeTracer(fx.Tracer):
         if self._evaluating:
             return forward(*args, **kwargs)
         if isinstance(m, nn.Module) and self.submodule_paths and m not in self.submodule_paths:
-            refuse_state(m, self._held.values())
+            refuse_state(m, self.submodule_paths)
             return forward(*args, **kwargs)
 
         def in_frame(*args: Any, **named: Any) -> Any:
