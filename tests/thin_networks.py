@@ -78,8 +78,8 @@ def short_mobilenet(weights: None = None, reduced_tail: bool = True, **options: 
     return models.MobileNetV3(settings, 512, **options)
 
 
-def thin_resnet50(weights: None = None) -> nn.Module:
-    return models.ResNet(models.resnet.Bottleneck, [2, 1, 1, 1], 10)
+def thin_resnet50(weights: None = None, **options: Any) -> nn.Module:
+    return models.ResNet(models.resnet.Bottleneck, [2, 1, 1, 1], 10, **options)
 
 
 def thin_resnext50(weights: None = None) -> nn.Module:

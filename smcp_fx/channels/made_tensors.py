@@ -29,7 +29,7 @@ def made_tensors(
     """
     tensors = {name for name, value in values.items() if has_tensors(value)}
     made: dict[fx.Node, bool] = {}
-    touched: set[fx.Node] = set()  # a write may change what the tensor was made of
+    touched: set[fx.Node] = set()  # what a write may change
     for node in module.graph.nodes:
         inputs = [n for n in _read(node) if n.name in tensors]
         made[node] = (
@@ -71,7 +71,10 @@ def _read(node: fx.Node) -> list[fx.Node]:
 def _touch(
     node: fx.Node, made: Mapping[fx.Node, bool], module: fx.GraphModule, touched: set[fx.Node]
 ) -> None:
-    """Add the node and the tensors whose memory it may share; of tensors of sizes also what they were made of."""
+    """Add the node and the tensors whose memory it may share.
+
+    Of a tensor computed from sizes, add what it is computed from, too: one and its copy must be equally wide.
+    """
     todo = [node]
     while todo:
         one = todo.pop()

@@ -147,7 +147,7 @@ def pooling(run: Propagation, call: Call) -> Any:
 
 
 def _pooled(call: Call, rank: int) -> list[int]:
-    """The spatial dimensions that a pooling changes: not those with windows of one, or given None."""
+    """The spatial dimensions that a pooling changes: not those with windows of one, or of the size None."""
     name, count = call.name or "", _spatial_rank(call)
 
     def each(position: int, option: str, default: Any = None) -> list[Any]:

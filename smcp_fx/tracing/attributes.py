@@ -47,9 +47,9 @@ def held_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def refuse_state(module: nn.Module, submodules: Container[nn.Module]) -> None:
-    """Refuse a called module with tensors of its own that is none of the model's ``submodules``.
+    """Refuse a called module that is none of the model's ``submodules`` and has tensors of its own.
 
-    (A `Sequential` that forward makes of submodules has none.)
+    Tensors of submodules in it are the model's: forward may put its layers into a `Sequential`.
     """
     parts = [(path, part) for path, part in module.named_modules() if part not in submodules]
     held = [

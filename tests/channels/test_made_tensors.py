@@ -58,7 +58,7 @@ def read_twice(s: nn.Module, h: Tensor) -> Tensor:
 
 
 def copy_written(s: nn.Module, h: Tensor) -> Tensor:
-    """A tensor of sizes and a copy of it that is written into, both read by features."""
+    """A tensor computed from sizes and a copy that is written into, both read by features."""
     found = sines(h)
     return h + found + found.clone().mul_(2)
 
@@ -88,7 +88,7 @@ BETWEEN: dict[str, Callable[[nn.Module, Tensor], Tensor]] = {
     "before features are written": lambda s, h: s.last(h + sines(h)).relu_(),
     "by the image's size": lambda s, h: h + torch.arange(h.shape[-1], dtype=h.dtype),
 }
-#: Their channels stay: a write may show in what the tensor was made of.
+#: Channels stay where a tensor that is computed from sizes is written into.
 WRITTEN: dict[str, Callable[[nn.Module, Tensor], Tensor]] = {
     "written": lambda s, h: h + table(h),
     "a copy is written": copy_written,
