@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import importlib
-import warnings
 from collections.abc import Iterator
 from typing import Any
 
@@ -35,14 +34,6 @@ def _repeatable() -> None:
     """Every test starts from the same generator state, on one thread."""
     torch.set_num_threads(1)
     torch.manual_seed(0)
-
-
-@pytest.fixture(autouse=True, scope="session")
-def _warned_of_numbers_with_gradients() -> None:
-    """torch warns of them once a process: here, and not in whichever test comes first."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        float(torch.ones((), requires_grad=True))
 
 
 @pytest.fixture(autouse=True, scope="session")
