@@ -7,11 +7,11 @@ from functools import partial
 from pathlib import Path
 
 import torch
-import torchvision
 from pretrained.dense import train
 from pretrained.tasks import Digits
 from safetensors.torch import load_file
 from torch import Tensor, nn
+from torchvision import models
 
 from real.networks import Subject
 
@@ -33,11 +33,20 @@ class LargeDigits(Digits):
         return images.repeat(1, 3, 1, 1) / 0.5, self._labels[picked]
 
 
-def trained(name: str, steps: int, rate: float, head: str, folder: Path, images: int, tests: int) -> Subject:
-    """torchvision's network ``name``; trained where the folder lacks it."""
-    task, file = LargeDigits(), folder / f"{name}-digits.safetensors"
+def vit_s(num_classes: int) -> nn.Module:
+    """The small ViT, of 16 patches."""
+    return models.VisionTransformer(
+        _SIDE, patch_size=8, num_layers=12, num_heads=6, hidden_dim=384, mlp_dim=1536, num_classes=num_classes
+    )
+
+
+def trained(
+    make: Callable[..., nn.Module], steps: int, rate: float, head: str, folder: Path, images: int, tests: int
+) -> Subject:
+    """What ``make`` returns, trained where the folder lacks it."""
+    task, file = LargeDigits(), folder / f"{make.__name__}-digits.safetensors"
     torch.manual_seed(0)
-    model = torchvision.models.get_model(name, num_classes=task.classes)
+    model = make(num_classes=task.classes)
     if not file.exists():
         train(model, task, steps, 0, file, rate, _BATCH)
     model.load_state_dict(load_file(file))
@@ -50,6 +59,8 @@ def trained(name: str, steps: int, rate: float, head: str, folder: Path, images:
 
 #: As `SUBJECTS`.
 TRAINED: dict[str, Callable[[Path, int, int], Subject]] = {
-    "ResNet-50": partial(trained, "resnet50", 300, 0.02, "fc"),
-    "MobileNetV2": partial(trained, "mobilenet_v2", 200, 0.05, "classifier.1"),
+    "ResNet-50": partial(trained, models.resnet50, 300, 0.02, "fc"),
+    "MobileNetV2": partial(trained, models.mobilenet_v2, 200, 0.05, "classifier.1"),
+    "ConvNeXt-T": partial(trained, models.convnext_tiny, 600, 1e-3, "classifier.2"),
+    "ViT-S": partial(trained, vit_s, 800, 5e-4, "heads.head"),
 }
