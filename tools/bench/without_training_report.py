@@ -16,7 +16,13 @@ from smcp_fx.report.svg import Panel, dot, line, path, text
 Line = dict[str, Any]
 Lines = Sequence[Line]
 #: What is compared, and drawn in the pictures.
-COMPARED = ("ours", "ours without repair", "Torch-Pruning", "uniform L2", "random")
+COMPARED = (
+    "ours",
+    "ours without repair",
+    "uniform, eliminated and repaired",
+    "Torch-Pruning",
+    "uniform L2",
+)
 _COSTS = {"flops": "FLOPs", "latency": "measured latency"}
 #: A share of the cost this near to the target needs no word.
 _NEAR = 0.015
@@ -26,10 +32,10 @@ What is left of a trained network when channels are removed and no optimiser tak
 ([the guide](../guides/without_training.md)). {networks} networks for 20 × 20 images of letters and digits in
 typefaces that training never saw, 47 classes, coloured and distorted on noisy grounds; {images} labelled images to
 calibrate by, 4,000 to test on. Cells are means over seeds of the calibration images, with their range.
-All rivals get their batch norms re-estimated on the same images. Torch-Pruning is its
-global pruner with group Taylor importance. Accuracies of ours are from when worths were gathered twice and trusted
-wholly; gathered once and tried beside nearly uniform widths, they keep as much
-([experiments](../explanations/experiments.md#without-training)).
+*Uniform, eliminated and repaired* keeps the same share of every group, chosen by our elimination, with our repair; the
+other rivals get their batch norms re-estimated on the same images. Torch-Pruning is its global pruner with group
+Taylor importance. By FLOPs, ours keeps multiples of eight channels, as `compress` does by default, and rivals keep any
+number.
 {latency}
 `tools/bench/without_training.py` made the record `docs/records/without_training.jsonl`, this page and its pictures.
 """
