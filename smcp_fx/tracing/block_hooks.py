@@ -156,12 +156,14 @@ class CalledWithHooks(nn.Module):
         assert isinstance(self, fx.GraphModule)
         return call(self, super().__call__, args, kwargs)
 
-    @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
     def _tell_of_hooks(self) -> bool:
         assert isinstance(self, fx.GraphModule)
         if blocks := _hooked(self, ""):
             _warn_of(list(blocks), "torch.compile and torch.export take the graph without these blocks", 4)
         return bool(blocks)
+
+    # What torch.compiler.assume_constant_result sets, which loads torch's compiler at import.
+    _tell_of_hooks._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def _hooked(module: fx.GraphModule, root: str) -> dict[str, nn.Module]:

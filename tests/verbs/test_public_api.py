@@ -51,7 +51,7 @@ NAMES = [
     "save_checkpoint",
 ]
 
-HEAVY = ["onnx", "onnxscript", "onnxruntime", "openvino", "tensorrt", "matplotlib", "torchvision", "networkx"]
+HEAVY = "onnx onnxscript onnxruntime openvino tensorrt matplotlib torchvision networkx torch._dynamo".split()
 
 
 def test_the_names_are_these() -> None:
