@@ -32,10 +32,10 @@ What is left of a trained network when channels are removed and no optimiser tak
 ([the guide](../guides/without_training.md)). {networks} networks for 20 × 20 images of letters and digits in
 typefaces that training never saw, 47 classes, coloured and distorted on noisy grounds; {images} labelled images to
 calibrate by, 4,000 to test on. Cells are means over seeds of the calibration images, with their range.
-*Uniform, eliminated and repaired* keeps the same share of every group, chosen by our elimination, with our repair; the
-other rivals get their batch norms re-estimated on the same images. Torch-Pruning is its global pruner with group
-Taylor importance. By FLOPs, ours keeps multiples of eight channels, as `compress` does by default, and rivals keep any
-number.
+*Uniform, eliminated and repaired* keeps the same share of every group, chosen by our elimination, with our repair;
+the other rivals get their batch norms re-estimated on the same images. Torch-Pruning is its global pruner with group
+Taylor importance. By FLOPs, ours keeps multiples of eight channels, as `compress` does by default, and rivals keep
+any number.
 {latency}
 `tools/bench/without_training.py` made the record `docs/records/without_training.jsonl`, this page and its pictures.
 """

@@ -9,9 +9,9 @@ All methods see the same images, and none a true label: ours does as `smcp_fx.co
 labels that are drawn from the dense network's predictions. "latency 1" and "latency 16" are ONNX Runtime's for so
 many images (`pretrained/latency.py`), "latency 1 openvino" is OpenVINO's. Every run is a line of JSON once it is
 done; a run that the record holds is not repeated. `--worth` compares the estimated worth of each group with what
-narrowing it alone does, also on networks that are trained here (`--networks ResNet-50 MobileNetV2 ConvNeXt-T ViT-S`). Rivals need
-torch-pruning 1.6.1. Set OMP_NUM_THREADS=1; on Linux MALLOC_MMAP_MAX_=0, MALLOC_TRIM_THRESHOLD_=17179869184 and
-MALLOC_TOP_PAD_=268435456 halve the time.
+narrowing it alone does, also on networks that are trained here (`--networks ResNet-50 MobileNetV2 ConvNeXt-T ViT-S`).
+Rivals need torch-pruning 1.6.1. Set OMP_NUM_THREADS=1; on Linux MALLOC_MMAP_MAX_=0,
+MALLOC_TRIM_THRESHOLD_=17179869184 and MALLOC_TOP_PAD_=268435456 halve the time.
 """
 
 from __future__ import annotations
