@@ -132,6 +132,25 @@ def test_worths_that_know_of_dead_channels_are_trusted() -> None:
     _assert_solved_by(prepared, drawn(before, prepared.pruner.cost, trust))
 
 
+@pytest.mark.parametrize(
+    ("away", "expected"),
+    [
+        ((1.0, 0.95, 0.92), 0.5),
+        ((1.0, 0.8, 0.85), 0.0),
+        ((1.0, 0.85, 0.8), 1.0),
+        ((float("nan"), 0.1, 0.2), 0.5),
+    ],
+)
+def test_half_is_taken_unless_another_is_better_by_a_tenth(
+    away: tuple[float, ...], expected: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Distances of trusts of 1/2, 0 and 1."""
+    prepared, batches = _gathered(0.5)
+    monkeypatch.setattr("smcp_fx.calibration.candidates._same", lambda *masks: False)
+    monkeypatch.setattr("smcp_fx.calibration.candidates._distances", lambda *_: list(away))
+    assert solve_best(prepared, batches) == expected
+
+
 def _assert_solved_by(prepared: smcp_fx.PreparedModel, rises: dict[str, Floats]) -> None:
     """Its rises are these, its masks their best, and its history holds nothing of other tries."""
     own = prepared.pruner.rises
