@@ -38,6 +38,8 @@ slow. Where one measures less by more than a point, its row says so. Of the *FLO
 channels.
 
 Brackets hold 95% intervals over paired seeds, in points; with one seed there is none.
+Ours is from when worths were gathered twice ([the difference](../explanations/experiments.md#without-training)),
+latencies are one processor's ([another's](without_training.md)).
 [What it means](../explanations/accuracy.md).
 
 `tools/bench/accuracy/` made the record `docs/records/accuracy.jsonl`, this page and its pictures.
