@@ -74,8 +74,8 @@ ABOUT = {
         TRAINED,
         (
             "characters right",
-            "torchvision's network, trained for a few minutes on scikit-learn's digits, enlarged to 32 pixels, and "
-            "tested on others; for the worths of groups alone.",
+            "torchvision's network, trained for minutes on scikit-learn's digits, enlarged to 32 pixels, and tested on "
+            "others; for the worths of groups alone.",
         ),
     ),
 }
@@ -93,9 +93,9 @@ Calibration and test have no thing, place, font or voice in common. *Right* is b
 (Wilson's; of the divergence, the normal one); differences from ours are paired by image. One seed; by latency, runs
 differ by themselves ([the classifier's, five times](../explanations/experiments.md#without-training)).
 
-Estimates of what groups are worth are mostly within a factor of two on ResNet-50, MobileNetV2 and EfficientNet-Lite0,
-but far off on networks that are certain of their answers; better ones would choose the same widths there
-([experiments](../explanations/experiments.md#without-training)).
+Estimates of what groups are worth are mostly within a factor of two on ResNet-50, MobileNetV2, EfficientNet-Lite0 and
+ViT-S, but far off on networks that are certain of their answers (of the trained ones, ConvNeXt-T); better ones would
+choose the same widths there ([experiments](../explanations/experiments.md#without-training)).
 
 *Uniform widths* keep the same share of every group, chosen by our elimination, with our repair. Torch-Pruning 1.6.1
 (uniform by L2 norm; isomorphic and global by group Taylor importance) gets its batch norms re-estimated on the same
