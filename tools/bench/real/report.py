@@ -74,8 +74,8 @@ ABOUT = {
         TRAINED,
         (
             "characters right",
-            "torchvision's network, trained for minutes on scikit-learn's digits, enlarged to 32 pixels, and tested on "
-            "others; for the worths of groups alone.",
+            "torchvision's network, trained for minutes on scikit-learn's digits, enlarged to 32 pixels, and tested "
+            "on others; for the worths of groups alone.",
         ),
     ),
 }
