@@ -34,8 +34,8 @@ def compress(
     """Return a smaller model that computes nearly the same, from a trained one and a few hundred images.
 
     Runs `prepare`, `gather_importance`, `solve_best`, `convert` and `repair`; call them yourself to see each
-    result. Estimated worths are trusted as far as held-out images confirm them: nearly uniform widths are
-    tried, too (`smcp_fx.calibration.candidates`).
+    result. Estimated worths count by half, or fully or not at all where held-out images are clearly for it
+    (`smcp_fx.calibration.candidates`).
 
     Args:
         model: trained; it stays as it was.

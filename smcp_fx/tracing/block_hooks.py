@@ -162,7 +162,7 @@ class CalledWithHooks(nn.Module):
             _warn_of(list(blocks), "torch.compile and torch.export take the graph without these blocks", 4)
         return bool(blocks)
 
-    # What torch.compiler.assume_constant_result sets, which loads torch's compiler at import.
+    # As torch.compiler.assume_constant_result does, which would load torch's compiler at import.
     _tell_of_hooks._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 

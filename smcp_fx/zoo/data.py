@@ -107,7 +107,7 @@ def _told(loader: DataLoader[Any]) -> Iterator[tuple[Tensor, Tensor]]:
     try:
         yield from loader
     except InputError as error:
-        traceback.clear_frames(error.__traceback__)  # frees the loader: a later collection waits 5 s
+        traceback.clear_frames(error.__traceback__)  # ends its processes now: garbage collection waits 5 s
         raise InputError(str(error).rpartition(f"{InputError.__module__}.InputError: ")[2].strip()) from error
 
 

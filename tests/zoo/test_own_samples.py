@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -54,6 +55,7 @@ def test_a_sample_that_is_none_is_named(sample: Callable[[], Any], said: str, wo
     with pytest.raises(InputError, match=f"^file.py:data: .*train image 17 is not: .*{said}") as told:
         list(data.epoch(8, 0, 1, 8))
     assert "Traceback" not in str(told.value)
+    assert not multiprocessing.active_children()
     if not workers:
         assert (
             sum(len(labels) for _, labels in ImageData("own", [GOOD] * 16, own, 2, 1, 8).epoch(8, 0, 1, 8))

@@ -93,9 +93,9 @@ Calibration and test have no thing, place, font or voice in common. *Right* is b
 (Wilson's; of the divergence, the normal one); differences from ours are paired by image. One seed; by latency, runs
 differ by themselves ([the classifier's, five times](../explanations/experiments.md#without-training)).
 
-Estimates of what groups are worth are mostly within a factor of two on ResNet-50, MobileNetV2, EfficientNet-Lite0 and
-ViT-S, but far off on networks that are certain of their answers (of the trained ones, ConvNeXt-T); better ones would
-choose the same widths there ([experiments](../explanations/experiments.md#without-training)).
+Estimates of what groups are worth are mostly within a factor of two on ResNet-50, MobileNetV2 and EfficientNet-Lite0,
+less often on ViT-S. They are far off on networks that are certain of their answers, such as ConvNeXt-T here; better
+ones would choose the same widths on three of these ([experiments](../explanations/experiments.md#without-training)).
 
 *Uniform widths* keep the same share of every group, chosen by our elimination, with our repair. Torch-Pruning 1.6.1
 (uniform by L2 norm; isomorphic and global by group Taylor importance) gets its batch norms re-estimated on the same
@@ -106,7 +106,8 @@ with the dense network's while another core did other work. Every method narrows
 all in multiples of eight channels; a cell tells where a network came out more than a point beside it. Latencies of
 EfficientNet-Lite0, the recogniser and the classifier's 16 images are of another processor than the rest (AMD EPYC,
 AVX2); in ONNX Runtime, ours there was run before [labels were drawn](../explanations/experiments.md#without-training)
-by the present signs.
+by the present signs. Choices by latency were made when uniform widths were what others had to beat, not
+[the mean](../explanations/method.md#without-training); by FLOPs that chose the same networks where both were tried.
 
 `tools/bench/real/` made the record `docs/records/real.jsonl`, this page, its pictures and the README's table.
 """
@@ -211,7 +212,8 @@ def _worth(lines: Lines, network: str, file: Path) -> Iterator[str]:
     yield f"### {network}: what a group is worth\n"
     yield (
         f"The allocation rests on an estimate: what it costs to narrow a group alone, its readers fitted anew. Of "
-        f"{len(found)} estimates ({groups} groups at 75, 50 and 25% of their channels; {lines[0]['images']} images), "
+        f"{len(found)} estimates ({groups} groups at 75, 50 and 25% of their channels, where both figures are above "
+        f"{_NOTHING:g}; {lines[0]['images']} images), "
         f"{near:.0%} are within a factor of two of the divergence measured on {lines[0]['tests']} test images, and "
         f"{maybe:.0%} of what its 95% interval allows; the median ratio is {np.median(ratios):.2f}, the furthest "
         f"{ratios.min():.2f} and {ratios.max():.2f}.\n"
