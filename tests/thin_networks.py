@@ -65,7 +65,7 @@ def narrow_pyramid(
 
 
 def short_mobilenet(weights: None = None, reduced_tail: bool = True, **options: Any) -> models.MobileNetV3:
-    """Every kind of the small one's blocks, and the strides that SSDlite counts."""
+    """MobileNetV3 with every kind of the small one's blocks, and the strides that SSDlite counts."""
     blocks = [
         (16, 3, 16, 16, True, "RE", 2),
         (16, 3, 72, 24, False, "RE", 2),
@@ -84,6 +84,25 @@ def thin_resnet50(weights: None = None, **options: Any) -> nn.Module:
 
 def thin_resnext50(weights: None = None) -> nn.Module:
     return models.ResNet(models.resnet.Bottleneck, [2, 1, 1, 1], 10, groups=32, width_per_group=4)
+
+
+def thin_efficientnet(weights: None = None) -> nn.Module:
+    blocks = [(1, 3, 1, 16, 8, 1), (6, 3, 2, 8, 12, 2), (6, 5, 2, 12, 20, 1), (6, 3, 2, 20, 40, 1)]
+    settings = [models.efficientnet.MBConvConfig(*block) for block in blocks]
+    return models.EfficientNet(settings, 0.2, num_classes=10)
+
+
+def short_googlenet(weights: None = None, **options: Any) -> nn.Module:
+    """Five of the nine blocks; the others keep the number of channels, or come between two that do."""
+    network = models.GoogLeNet(10, aux_logits=False, init_weights=False)
+    for name in ("inception4b", "inception4c", "inception5a"):
+        setattr(network, name, nn.Identity())
+    return network
+
+
+def thin_regnet(weights: None = None) -> nn.Module:
+    sizes = models.regnet.BlockParams([1, 2, 1], [16, 32, 64], [8, 8, 8], [1, 1, 1], [2, 2, 2], 0.25)
+    return models.RegNet(sizes, 10)
 
 
 def thin_densenet(weights: None = None) -> nn.Module:

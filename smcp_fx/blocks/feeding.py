@@ -39,12 +39,13 @@ _ELEMENTWISE = {"add", "sub", "div", "batchnorm", "relu", "relu6", "leakyrelu", 
 def how_written(traced: Traced) -> dict[fx.Node, str]:
     """Return how each node of a traced network writes its tensor, for tensors [N, C, H, W]."""
     ways_of: dict[fx.Node, str] = {}
+    parameters = _parameters(traced)
     for node in traced.module.graph.nodes:
         operation = operation_of(traced.module, node) if node.op.startswith("call_") else None
         shape = _shape(traced, node)
         if operation is None or shape is None:
             continue
-        read = _read(traced, node)
+        read = _read(traced, node, parameters)
         ways = [ways_of.get(source, CONVOLUTION) for source in read]
         if operation in _NOTHING and ways:
             ways_of[node] = ways[0]
@@ -69,31 +70,33 @@ def gated(traced: Traced, how: dict[fx.Node, str]) -> dict[fx.Node, fx.Node]:
     read either layout.
     """
     gates = {}
+    parameters = _parameters(traced)
     for node, way in how.items():
         if way == MOVEMENT and operation_of(traced.module, node) == "mul":
             shape = _shape(traced, node)
-            read = _read(traced, node)
+            read = _read(traced, node, parameters)
             if any(_shape(traced, source) != shape for source in read):
                 gates.update({source: node for source in read if _shape(traced, source) == shape})
     return gates
 
 
-def _read(traced: Traced, node: fx.Node) -> list[fx.Node]:
+def _parameters(traced: Traced) -> set[fx.Node]:
+    """Return the parameters, and what follows from them alone."""
+    nodes: set[fx.Node] = set()
+    for node in traced.module.graph.nodes:
+        sources = node.all_input_nodes
+        if node.op == "get_attr" or (node.op.startswith("call_") and sources and nodes.issuperset(sources)):
+            nodes.add(node)
+    return nodes
+
+
+def _read(traced: Traced, node: fx.Node, parameters: set[fx.Node]) -> list[fx.Node]:
     """Return the four-axis tensors that a node reads, without parameters, which engines fold."""
     return [
         source
         for source in node.all_input_nodes
-        if _shape(traced, source) is not None and not _is_parameter(source)
+        if _shape(traced, source) is not None and source not in parameters
     ]
-
-
-def _is_parameter(node: fx.Node) -> bool:
-    """Whether a tensor is a parameter, or a view of one."""
-    return node.op == "get_attr" or (
-        node.op.startswith("call_")
-        and bool(node.all_input_nodes)
-        and all(_is_parameter(source) for source in node.all_input_nodes)
-    )
 
 
 def _shape(traced: Traced, node: fx.Node) -> tuple[int, ...] | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 import onnx
@@ -142,3 +143,10 @@ def test_only_tensors_with_four_axes_are_told() -> None:
     network = nn.Sequential(nn.Conv2d(3, 8, 1), nn.SiLU(), nn.Flatten(), nn.Linear(8 * 16, 4), nn.SiLU())
     traced = trace(network.eval(), (torch.randn(1, 3, 4, 4),))
     assert sorted(how_written(traced).values()) == [ACTIVATION, CONVOLUTION]
+
+
+def test_networks_deeper_than_python_calls_nest() -> None:
+    network = nn.Sequential(nn.Conv2d(3, 8, 1), *(nn.SiLU() for _ in range(sys.getrecursionlimit())))
+    traced = trace(network.eval(), (torch.randn(1, 3, 4, 4),))
+    ways = list(how_written(traced).values())
+    assert ways == [CONVOLUTION] + [ACTIVATION] * sys.getrecursionlimit()
