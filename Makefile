@@ -2,6 +2,8 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+# Images of containers often set it; then every process compiles the code anew.
+export PYTHONDONTWRITEBYTECODE :=
 
 .PHONY: compile test quick test-gpu check audit docs install clean
 
