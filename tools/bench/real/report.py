@@ -103,11 +103,13 @@ images. *Failed*: it raised an error, or its network did.
 
 Latencies are those of emitted files in ONNX Runtime (in OpenVINO where that is named), one thread, measured in turns
 with the dense network's while another core did other work. Every method narrows until its file is within the target,
-all in multiples of eight channels; a cell tells where a network came out more than a point beside it. Latencies of
-EfficientNet-Lite0, the recogniser and the classifier's 16 images are of another processor than the rest (AMD EPYC,
-AVX2); in ONNX Runtime, ours there was run before [labels were drawn](../explanations/experiments.md#without-training)
-by the present signs. Choices by latency were made when uniform widths were what others had to beat, not
-[the mean](../explanations/method.md#without-training); by FLOPs that chose the same networks where both were tried.
+all in multiples of eight channels; a cell tells where a network came out more than a point beside it. Some rows are
+older. Latencies of 16 images of EfficientNet-Lite0 and the recogniser, and those of EfficientNet-Lite0 in OpenVINO,
+are of another processor than the rest (AMD EPYC, AVX2); of 16 images, ours there was run before
+[labels were drawn](../explanations/experiments.md#without-training) by the present signs. For all these, for the
+classifier in OpenVINO, and for the latency of the detectors (ddddocr's at 80 and 65%), the choice was made when
+uniform widths were what others had to beat, not [the mean](../explanations/method.md#without-training). By FLOPs that
+chose the same networks where both were tried.
 
 `tools/bench/real/` made the record `docs/records/real.jsonl`, this page, its pictures and the README's table.
 """
