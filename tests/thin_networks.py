@@ -92,8 +92,8 @@ def thin_efficientnet(weights: None = None) -> nn.Module:
     return models.EfficientNet(settings, 0.2, num_classes=10)
 
 
-def short_googlenet(weights: None = None, **options: Any) -> nn.Module:
-    """Five of the nine blocks; the others keep the number of channels, or come between two that do."""
+def short_googlenet(weights: None = None) -> nn.Module:
+    """Six of the nine blocks: the others return as many channels as they read."""
     network = models.GoogLeNet(10, aux_logits=False, init_weights=False)
     for name in ("inception4b", "inception4c", "inception5a"):
         setattr(network, name, nn.Identity())

@@ -145,7 +145,7 @@ def test_only_tensors_with_four_axes_are_told() -> None:
     assert sorted(how_written(traced).values()) == [ACTIVATION, CONVOLUTION]
 
 
-def test_networks_deeper_than_python_calls_nest() -> None:
+def test_networks_may_be_deeper_than_the_recursion_limit() -> None:
     network = nn.Sequential(nn.Conv2d(3, 8, 1), *(nn.SiLU() for _ in range(sys.getrecursionlimit())))
     traced = trace(network.eval(), (torch.randn(1, 3, 4, 4),))
     ways = list(how_written(traced).values())
