@@ -310,7 +310,7 @@ def test_solves_of_a_ramp_ask_for_fewer_rows_than_the_last(tmp_path: Path) -> No
     """What a passing choice costs may stay in doubt; the last one's may not."""
     backend = FakeBackend(latency=smooth)
     rows = LatencyCost(LatencyTable(tmp_path / "t.sqlite"), backend, residency=RISING)
-    schedule = smcp_fx.Schedule.scaled(24, 1, 1)
+    schedule = smcp_fx.Schedule.scaled(45, 1, 1)
     inputs = torch.randn(2, 3, 12, 12)
     prepared = smcp_fx.prepare(network(), inputs, target=0.6, cost=rows, schedule=schedule)
     begun = len(backend.log)
