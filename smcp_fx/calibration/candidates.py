@@ -7,8 +7,8 @@ r is drawn, in logarithms, towards the rise u that makes uniform widths the best
 
     r^t u^(1 - t),    u = (1 - s)^2 / s  times the saving of halving the group, where a share s is kept,
 
-with t = 1/2, 0, 1. Each solution is repaired on half of the batches, with half of a repair's rows, and judged
-on a quarter of the batches. The first serves best on most networks, so another must be clearly better.
+with t = 1/2, 0, 1. Each solution is repaired on every second batch, with half of a repair's rows, and judged
+on the others. The first serves best on most networks, so another must be clearly better.
 """
 
 from __future__ import annotations
@@ -131,7 +131,7 @@ def _parts(batches: Any) -> tuple[list[Batch], list[Batch]]:
     """
     enough, fitted, held = number_of(batches) >= FOLD, list[Batch](), list[Batch]()
     for batch in each_batch(batches):
-        for part, mine in ((fitted, batch.number % 2 == 1), (held, batch.number % FOLD == 0)):
+        for part, mine in ((fitted, batch.number % 2 == 1), (held, batch.number % 2 == 0)):
             if (mine or not enough) and sum(one.nbytes for one in part) < MEMORY:
                 part.append(batch)
     return fitted, held
