@@ -231,6 +231,8 @@ def test_the_page_tells_the_record(tmp_path: Path) -> None:
     (tmp_path / "README.md").write_text("a\n<!-- real networks: begin -->\n<!-- real networks: end -->\nb\n")
     found = [line("ours", 0.7, "fe"), line("uniform, eliminated and repaired", 0.7, "fc", share=0.65)]
     found += [{**line("Torch-Pruning", 0.7, "00"), "failed": "RuntimeError: cannot"}]
+    timed = {**line("ours", 0.7, "fe"), "cost": "latency 1"}
+    found += [{**timed, "error": 0.01}, {**timed, "target": 0.5, "error": 0.02}]
     near = {
         "kind": "worth",
         "network": "PP-OCR classifier",
@@ -250,8 +252,10 @@ def test_the_page_tells_the_record(tmp_path: Path) -> None:
     assert f"repaired (at 65%), 64 images | 75.0 (40.9–92.9) | {apart} |" in text
     assert "| 70% | Torch-Pruning, 64 images | failed |" in text and "50% are within a factor of two" in text
     assert "and 50% of what its 95% interval allows" in text
+    assert "are 1.5 points in the median, 1.9 at most for nine in ten" in text
     readme = (tmp_path / "README.md").read_text(encoding="utf-8")
     assert "| PP-OCR classifier, this library | 100.0 | 87.5 |" in readme and readme.endswith("\nb\n")
     pictures = {path.name for path in (tmp_path / "docs/results").glob("*.svg")}
     worths = {"real_pp_ocr_classifier_worth.svg", "real_resnet_50_worth.svg"}
-    assert pictures == {"real_pp_ocr_classifier_flops.svg", *worths} and "## ResNet-50: 75.0% right" in text
+    runs = {"real_pp_ocr_classifier_flops.svg", "real_pp_ocr_classifier_latency_1.svg"}
+    assert pictures == runs | worths and "## ResNet-50: 75.0% right" in text
