@@ -41,7 +41,7 @@ from smcp_fx.prepare import trained_graph
 from smcp_fx.prepared import PreparedModel, prepared_of
 from smcp_fx.pruning.worth import Floats
 
-#: One image in this many is held out of fits, to judge by. Chosen, not measured.
+#: One image in this many is held out of the fits that estimate worths. Chosen, not measured.
 FOLD = 4
 #: The exponents t; another than the first wins if it lowers the divergence to this share. Docs: experiments.md.
 _TRUST, _CLEARLY = (0.5, 0.0, 1.0), 0.9

@@ -91,7 +91,7 @@ Calibration and test have no thing, place, font or voice in common. *Right* is b
 *agreement* is how often the answer is the dense network's; the *divergence* from its predictions is in nats
 (Kullback-Leibler, a mean over images, summed over what one image tells). Intervals are 95% ones over test images
 (Wilson's; of the divergence, the normal one); differences from ours are paired by image. One seed; by latency, runs
-differ by themselves ([the classifier's, five times](../explanations/experiments.md#without-training)).
+differ by themselves ([the classifier's, six times](../explanations/experiments.md#without-training)).
 
 Estimates of what groups are worth are mostly within a factor of two on ResNet-50, MobileNetV2 and EfficientNet-Lite0,
 less often on ViT-S. They are far off on networks that are certain of their answers, such as ConvNeXt-T here; better
@@ -107,10 +107,10 @@ all in multiples of eight channels; a cell tells where a network came out more t
 {errors}
 
 Some rows are older. Torch-Pruning's of 16 images of EfficientNet-Lite0 are of another processor than the rest (AMD
-EPYC, AVX2). For the latency of the detectors (ddddocr's at 80 and 65%), and by FLOPs, ours was chosen when uniform
-widths were what others had to beat, not [the mean](../explanations/method.md#without-training): by FLOPs that chose
-the same networks where both were tried. Choices were judged by a quarter of the images, not by half, for all but the
-recogniser's 16 images at 50%. The recogniser's table for 16 images was measured on a
+EPYC, AVX2). Ours was chosen when uniform widths were what others had to beat, not
+[the mean](../explanations/method.md#without-training), by FLOPs (which chose the same networks where both were tried)
+and for the latency of the detectors (ddddocr's at 80 and 65%). Choices were judged by a quarter of the images, not by
+half, for all but the recogniser's 16 images at 50%. The recogniser's table for 16 images was measured on a
 [busy machine](../explanations/experiments.md#without-training).
 
 `tools/bench/real/` made the record `docs/records/real.jsonl`, this page, its pictures and the README's table.
