@@ -30,6 +30,7 @@ from smcp_fx.calibration.batches import (
     number_of,
     run_batch,
 )
+from smcp_fx.calibration.gathering import FOLD
 from smcp_fx.calibration.objective import Loss, Objective
 from smcp_fx.calibration.progress import Progress, Stretch
 from smcp_fx.calibration.repair import fit, narrowed
@@ -41,8 +42,6 @@ from smcp_fx.prepare import trained_graph
 from smcp_fx.prepared import PreparedModel, prepared_of
 from smcp_fx.pruning.worth import Floats
 
-#: One image in this many is held out of the fits that estimate worths. Chosen, not measured.
-FOLD = 4
 #: The exponents t; another than the first wins if it lowers the divergence to this share. Docs: experiments.md.
 _TRUST, _CLEARLY = (0.5, 0.0, 1.0), 0.9
 #: Rises count as at least this share of the largest, so that a group that seems free is not emptied. Chosen.
