@@ -1,6 +1,6 @@
 """Cut a network into blocks that an engine runs as one; a latency table has rows for each.
 
-A block is a convolution or linear with what engines fuse into it (batch norm, activations, an addition), a
+A block is a convolution or linear with what engines fuse into it (padding, batch norm, activations, an addition), a
 concatenation with the batch norm and activation after it, or one other operation that costs time. It has at most two
 free widths: the channels it reads and does not pass on, and those it passes on. It can be built at any widths with
 random weights, by the same slicing that makes the final model.
@@ -9,6 +9,8 @@ random weights, by the same slicing that makes the final model.
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
+from itertools import dropwhile
 
 from torch import fx
 
@@ -24,10 +26,13 @@ from smcp_fx.tracing.modes import evaluated_graph, with_branches
 from smcp_fx.tracing.operations import operation_of
 from smcp_fx.tracing.recurrent import recurrent, recurrent_weight
 from smcp_fx.tracing.tracer import Traced
+from smcp_fx.tracing.traits import Trait, operations_with
 from smcp_fx.tracing.values import TensorInfo
 
-#: Operations that begin a block and absorb others, and those that are absorbed.
+#: Operations that begin a block and absorb others, those that absorb the padding before them, and those absorbed.
 _ANCHORS = {f"conv{kind}{rank}d" for kind in ("", "transpose") for rank in (1, 2, 3)} | {"linear"}
+_PADS = operations_with(Trait.PADS)
+_PADDED = _PADS | {f"{kind}{rank}d" for kind in ("conv", "maxpool", "avgpool") for rank in (1, 2, 3)}
 _FOLLOWERS = set(
     """
 batchnorm add mul dropout identity stochasticdepth relu relu6 leakyrelu hardtanh clamp sigmoid
@@ -50,7 +55,7 @@ def cut(traced: Traced, channels: ChannelGraph) -> list[FusedBlock]:
     blocks: list[FusedBlock] = []
     tried: dict[str, str] = {}
     for nodes in _fused(traced, channels, dynamic):
-        first = operation_of(traced.module, nodes[0])
+        first = next(iter(_unpadded(traced, nodes)), None)
         if first == "cat":
             converted = set(read_by_concatenations)
             read_by_concatenations.update(nodes[0].all_input_nodes)
@@ -137,13 +142,29 @@ def _folds(traced: Traced, channels: ChannelGraph) -> set[str]:
 
 def _joins(traced: Traced, block: list[fx.Node], operation: str | None) -> bool:
     """Whether an operation that only reads a block's result is fused into it."""
-    operations = [operation_of(traced.module, node) for node in block]
+    operations = _unpadded(traced, block)
+    if not operations:
+        return operation in _PADDED
     if all(name in MOVES for name in operations):
         return operation in MOVES or operation == "linear"
     if operations[0] == "cat":
         # The followers read the layout that the concatenation writes, which depends on its inputs' widths.
         return operation in _FOLLOWERS - {"add", "mul"}
     return operation in _FOLLOWERS and (operations[0] in _ANCHORS | _FOLLOWERS or "linear" in operations)
+
+
+def _unpadded(traced: Traced, block: list[fx.Node]) -> list[str | None]:
+    """Return a block's operations without the padding of an image that it begins with."""
+    kept = dropwhile(partial(_pads, traced), block)
+    return [operation_of(traced.module, node) for node in kept]
+
+
+def _pads(traced: Traced, node: fx.Node) -> bool:
+    """Whether a node pads images and leaves their channels."""
+    if operation_of(traced.module, node) not in _PADS:
+        return False
+    before, after = (traced.values[one.name].shape for one in (node.all_input_nodes[0], node))
+    return len(after) > 2 and before[:2] == after[:2]
 
 
 def _tensor_users(traced: Traced, node: fx.Node) -> int:

@@ -55,10 +55,12 @@ def seek(
     another one, and the mean of both must meet it. If no network does, the nearest is returned.
     """
     pairs, tried = list(earlier), list[tuple[C, float]]()
-    candidate = first
+    candidate, aim = first, first.predicted
+    low, high = 0.0, math.inf  # aims up to the one give too fast a network, from the other on too slow a one
     for attempt in range(TRIES + 1):
         if attempt:
-            candidate = solve(aim_for(asked, pairs))
+            aim = _between(low, high, aim_for(asked, pairs), asked / tried[-1][1])
+            candidate = solve(aim)
         fractions: list[float] = []
         for _ in range(2):
             measured = candidate.measure()
@@ -71,7 +73,23 @@ def seek(
         if met:
             return candidate, mean, True
         tried.append((candidate, mean))
+        if mean < asked:
+            low = max(low, aim)
+        else:
+            high = min(high, candidate.predicted)
     return *min(tried, key=lambda entry: abs(entry[1] - asked)), False
+
+
+def _between(low: float, high: float, aim: float, step: float) -> float:
+    """Return the ``aim``; if it cannot give a new network, one further by the factor ``step``, or halfway.
+
+    Where whole multiples of channels go, networks are far apart, and an aim a little higher gives the same one.
+    """
+    if low >= high or low < aim < high:
+        return aim
+    if low and high < math.inf:
+        return math.sqrt(low * high)
+    return (low or high) * step
 
 
 def is_met(missed: float, error: float) -> bool:

@@ -102,6 +102,39 @@ def test_resnet_blocks_are_what_an_engine_fuses() -> None:
     json.loads(by_name["conv1"].signature)
 
 
+def test_padding_is_in_the_block_of_what_reads_the_image() -> None:
+    """Engines make zeros a convolution's own padding; of channels, or for two readers, they are apart."""
+
+    class Padded(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = nn.Conv2d(3, 8, 3), nn.Conv2d(8, 16, 3)
+            self.zeros, self.mirror = nn.ZeroPad2d(1), nn.ReflectionPad2d(1)
+            self.left, self.right = nn.Conv2d(24, 16, 1), nn.Conv2d(24, 16, 1)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            h = self.first(self.zeros(self.zeros(x))).relu()
+            h = self.second(self.mirror(h)).relu()
+            h = nn.functional.max_pool2d(nn.functional.pad(h, (0, 1, 0, 1)), 3, 2)
+            h = nn.functional.pad(h, (0, 0, 0, 0, 4, 4))
+            h = nn.functional.pad(h, (1, 1))
+            return self.left(h) + self.right(h)
+
+    traced = trace(Padded(), (torch.randn(2, 3, 8, 8),))
+    blocks = cut(traced, build(traced.module, traced.values))
+    assert [block.nodes for block in blocks] == [
+        ("zeros", "zeros_1", "first", "relu"),
+        ("mirror", "second", "relu_1"),
+        ("pad", "max_pool2d"),
+        ("pad_1",),
+        ("pad_2",),
+        ("left",),
+        ("right", "add"),
+    ]
+    module, inputs = blocks[1].build((8, 8))
+    assert inputs[0].shape == (2, 8, 10, 10) and module(*inputs).shape == (2, 8, 10, 10)
+
+
 @pytest.mark.parametrize("name", ["resnet18", "shufflenet_v2_x0_5", "densenet", "mobilenet_v3_small"])
 def test_blocks_are_built_at_any_width(name: str) -> None:
     """The channels of a block's inputs and outputs are those asked for."""

@@ -76,6 +76,22 @@ def test_what_was_measured_before_is_known() -> None:
     assert met and networks[-1].predicted == pytest.approx((0.5 / 0.9) ** (1 / 0.7))
 
 
+@pytest.mark.parametrize("factor", [0.9, 1.0, 1.1])
+@pytest.mark.parametrize("channels", range(2, 8))
+def test_a_network_far_from_its_neighbours_is_found(channels: int, factor: float) -> None:
+    """A layer narrowed by an eighth at a time: an aim gives the widest network within it, and most give the same."""
+    shares: list[float] = []
+
+    def solve(aim: float) -> Network:
+        shares.append(max((k / 8 for k in range(1, 9) if k / 8 <= aim), default=1 / 8))
+        return Network(shares[-1], iter((factor * shares[-1] + 0.004,) * 2))
+
+    asked = factor * channels / 8
+    _, measured, met = seek(asked, solve(asked), solve)
+    assert met and measured == pytest.approx(asked, abs=CLOSE)
+    assert len(shares) <= TRIES + 1
+
+
 def test_where_nothing_fits_the_nearest_network_counts() -> None:
     """Networks beside a gap."""
     found, measured, met, networks = sought(0.5, lambda p: (0.53 if p >= 0.45 else 0.4,))
