@@ -56,6 +56,7 @@ class Setting:
         )
         self._paths: dict[str, tuple[Iterator[Step], list[Step]]] = {}
         self._trusted: dict[tuple[str, float], smcp_fx.PreparedModel] = {}
+        self._chosen: dict[tuple[str, float, float], dict[str, Tensor]] = {}
 
     @cached_property
     def ours(self) -> smcp_fx.PreparedModel:
@@ -73,6 +74,17 @@ class Setting:
             solve_best(prepared, self.batches, self._loss, outputs=self._kinds)
             self._trusted[key] = prepared
         return self._trusted[key]
+
+    def solved(self, name: str, aim: float) -> smcp_fx.PreparedModel:
+        """The same with masks for an aim, once and for all: rows that are measured later change prices."""
+        prepared, key = copy.deepcopy(self.trusted(name)), (name, self.target, aim)
+        pruner = prepared.pruner
+        if key in self._chosen:
+            prepared.set_masks(self._chosen[key])
+        else:
+            pruner.solve(max(aim, (1 + 1e-6) * pruner.smallest_cost() / pruner.full_cost))
+            self._chosen[key] = {name: prepared.masks[name] for name in prepared.smcp.free_masks()}
+        return prepared
 
     @cached_property
     def by_flops(self) -> smcp_fx.PreparedModel:
@@ -123,17 +135,17 @@ Found = tuple[nn.Module, float]
 
 def ours(setting: Setting, target: float) -> Found:
     """What `smcp_fx.compress` does."""
-    return _finished(setting, _solved(setting.trusted("ours"), target), repair=True)
+    return _finished(setting, setting.solved("ours", target), repair=True)
 
 
 def ours_by_flops(setting: Setting, target: float) -> Found:
     """The same with channels chosen by FLOPs, whatever the setting's cost is."""
-    return _finished(setting, _solved(setting.trusted("by_flops"), target), repair=True)
+    return _finished(setting, setting.solved("by_flops", target), repair=True)
 
 
 def without_repair(setting: Setting, target: float) -> Found:
     """The same channels, with batch norms re-estimated only."""
-    return _finished(setting, _solved(setting.trusted("ours"), target), repair=False)
+    return _finished(setting, setting.solved("ours", target), repair=False)
 
 
 def uniform_l2(setting: Setting, target: float) -> Found:
@@ -203,17 +215,10 @@ METHODS: dict[str, Callable[[Setting, float], Found]] = {
 
 #: Networks of the widths of ours and of what is uniform, which need no images to be timed; others are as above.
 WIDTHS: dict[str, Callable[[Setting, float], Found]] = METHODS | {
-    "ours": lambda setting, target: _sliced(_solved(setting.trusted("ours"), target)),
-    "ours, by FLOPs": lambda setting, target: _sliced(_solved(setting.trusted("by_flops"), target)),
+    "ours": lambda setting, target: _sliced(setting.solved("ours", target)),
+    "ours, by FLOPs": lambda setting, target: _sliced(setting.solved("by_flops", target)),
     "uniform L2": lambda setting, target: _sliced(_uniform(setting, target, _noise(setting))),
 }
-
-
-def _solved(gathered: smcp_fx.PreparedModel, target: float) -> smcp_fx.PreparedModel:
-    prepared = copy.deepcopy(gathered)  # a solve remembers the one before
-    pruner = prepared.pruner
-    pruner.solve(max(target, (1 + 1e-6) * pruner.smallest_cost() / pruner.full_cost))
-    return prepared
 
 
 def _finished(setting: Setting, prepared: smcp_fx.PreparedModel, repair: bool) -> Found:
