@@ -107,7 +107,7 @@ all in multiples of eight channels; a cell tells where a network came out more t
 {errors}
 
 The processors were AMD EPYC: with AVX-512 for 16 images of CREPE tiny and of PP-OCRv4's recogniser and detector, and
-for CREPE full at 80 and 50% of the latency of one image; with AVX2 for the rest (another one for Torch-Pruning's 16
+for CREPE full at 50% of the latency of one image; with AVX2 for the rest (another one for Torch-Pruning's 16
 images of EfficientNet-Lite0). Some rows are older. EfficientNet-Lite0's and CREPE's of one image, and
 EfficientNet-Lite0's of 16, were chosen by tables that counted [padding](../explanations/experiments.md#latency-rows)
 apart. Ours was chosen when uniform widths were what others had to beat, not
