@@ -107,13 +107,14 @@ all in multiples of eight channels; a cell tells where a network came out more t
 {errors}
 
 The processors were AMD EPYC: with AVX-512 for 16 images of CREPE tiny and of PP-OCRv4's recogniser and detector, and
-for CREPE full at 50% of the latency of one image; with AVX2 for the rest (another one for Torch-Pruning's 16
-images of EfficientNet-Lite0). Some rows are older. EfficientNet-Lite0's and CREPE's of one image, and
-EfficientNet-Lite0's of 16, were chosen by tables that counted [padding](../explanations/experiments.md#latency-rows)
-apart. Ours was chosen when uniform widths were what others had to beat, not
-[the mean](../explanations/method.md#without-training), by FLOPs (which chose the same networks where both were tried)
-and for the latency of one image of the detectors (ddddocr's at 80 and 65%). Choices were judged by a quarter of the
-images, not by half, but for what was measured with AVX-512.
+for CREPE full at 50% of the latency; with AVX2 for the rest (another one for Torch-Pruning's 16 images of
+EfficientNet-Lite0).
+
+Rows with AVX2, and those by FLOPs, are older: choices were judged by a quarter of the images, not by half; tables
+counted the [padding](../explanations/experiments.md#latency-rows) of EfficientNet-Lite0 and CREPE apart. By FLOPs,
+and for the detectors' latency of one image (ddddocr's at 80 and 65%), uniform widths were what others had to beat,
+not [the mean](../explanations/method.md#without-training); by FLOPs, both chose the same networks where both were
+tried.
 
 `tools/bench/real/` made the record `docs/records/real.jsonl`, this page, its pictures and the README's table.
 """
