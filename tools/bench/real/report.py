@@ -106,15 +106,15 @@ with the dense network's while another core did other work. Every method narrows
 all in multiples of eight channels; a cell tells where a network came out more than a point beside it.
 {errors}
 
-The processors were AMD EPYC: with AVX-512 for 16 images of CREPE tiny and of PP-OCRv4's recogniser and detector, and
-for CREPE full at 50% of the latency; with AVX2 for the rest (another one for Torch-Pruning's 16 images of
-EfficientNet-Lite0).
+The processors were AMD EPYC: with AVX-512 for 16 images of CREPE tiny and of PP-OCRv4's recogniser and detector,
+and for CREPE full at 80 and 50% of the latency; with AVX2 for the rest (another one for Torch-Pruning's 16 images
+of EfficientNet-Lite0).
 
-Rows with AVX2, and those by FLOPs, are older: choices were judged by a quarter of the images, not by half; tables
-counted the [padding](../explanations/experiments.md#latency-rows) of EfficientNet-Lite0 and CREPE apart. By FLOPs,
-and for the detectors' latency of one image (ddddocr's at 80 and 65%), uniform widths were what others had to beat,
-not [the mean](../explanations/method.md#without-training); by FLOPs, both chose the same networks where both were
-tried.
+Rows with AVX2, and those of ddddocr and CREPE by FLOPs, are older: choices were judged by a quarter of the images,
+not by half; tables counted the [padding](../explanations/experiments.md#latency-rows) of EfficientNet-Lite0 and
+CREPE apart. For the detectors' latency of one image (ddddocr's at 80 and 65%), and by FLOPs, uniform widths were
+what others had to beat, not [the mean](../explanations/method.md#without-training); by FLOPs, all four networks
+that were run again chose the same widths.
 
 `tools/bench/real/` made the record `docs/records/real.jsonl`, this page, its pictures and the README's table.
 """
