@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import math
 from collections.abc import Iterator, Sequence
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -92,6 +93,7 @@ Calibration and test have no thing, place, font or voice in common. *Right* is b
 (Kullback-Leibler, a mean over images, summed over what one image tells). Intervals are 95% ones over test images
 (Wilson's; of the divergence, the normal one); differences from ours are paired by image. One seed; by latency, runs
 differ by themselves ([the classifier's, six times](../explanations/experiments.md#without-training)).
+{ahead}
 
 Estimates of what groups are worth are mostly within a factor of two on ResNet-50, MobileNetV2 and EfficientNet-Lite0,
 less often on ViT-S. They are far off on networks that are certain of their answers, such as ConvNeXt-T here; better
@@ -125,11 +127,32 @@ def write_document(lines: Lines, folder: Path) -> None:
     results = folder / "docs/results"
     for old in results.glob("real_*.svg"):
         old.unlink()
-    body = [_INTRO.format(errors=_errors(lines))]
+    body = [_INTRO.format(errors=_errors(lines), ahead=_ahead(lines))]
     for network in dict.fromkeys(one["network"] for one in lines if "network" in one):
         body += _network([one for one in lines if one.get("network") == network], network, results)
     (results / "real.md").write_text("\n".join(body).rstrip() + "\n", encoding="utf-8")
     fill(folder / "README.md", "real networks", _short(lines))
+
+
+def _ahead(lines: Lines) -> str:
+    """How many networks of rivals are ahead of ours, by each measure."""
+    place = itemgetter("network", "cost", "target", "images")
+    runs = [one for one in lines if one["kind"] == "run" and "failed" not in one]
+    ours = {place(one): one for one in runs if one["method"] == OURS}
+    pairs = [(one, ours[place(one)]) for one in runs if one["method"] != OURS and place(one) in ours]
+    agree = sum(one["agree"] > mine["agree"] for one, mine in pairs)
+    near = sum(one["divergence"] < mine["divergence"] for one, mine in pairs)
+    apart = [(paired(*(ones(x["right"], x["tests"]) for x in pair)), pair[0]) for pair in pairs]
+    right = [
+        f"{one['network']} at {one['target']:.0%} of the {COSTS[one['cost']]}"
+        for (mean, half), one in apart
+        if mean > half
+    ]
+    where = f" ({'; '.join(right)})" if right else ""
+    return (
+        f"Of {len(pairs)} networks of rivals, {agree} are ahead of ours in agreement, {near} in divergence, and "
+        f"{len(right)} by more than the interval in what is right{where}."
+    )
 
 
 def _errors(lines: Lines) -> str:
