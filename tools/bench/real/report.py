@@ -110,7 +110,7 @@ all in multiples of eight channels; a cell tells where a network came out more t
 
 The processors were AMD EPYC: with AVX-512 for 16 images of CREPE tiny and of PP-OCRv4's recogniser and detector,
 and for CREPE full at 80 and 50% of the latency; with AVX2 for the rest (another one for Torch-Pruning's 16 images
-of EfficientNet-Lite0).
+of EfficientNet-Lite0). ddddocr's detector and CREPE full were not run with 16 images.
 
 Rows with AVX2, and those of ddddocr and CREPE by FLOPs, are older: choices were judged by a quarter of the images,
 not by half; tables counted the [padding](../explanations/experiments.md#latency-rows) of EfficientNet-Lite0 and
