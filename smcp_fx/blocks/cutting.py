@@ -18,7 +18,7 @@ from smcp_fx.blocks.feeding import gated, how_written
 from smcp_fx.blocks.fused import FusedBlock
 from smcp_fx.blocks.loaded import computes, holds_tensors, loaded, reached
 from smcp_fx.blocks.making import make_block
-from smcp_fx.blocks.signature import MOVES
+from smcp_fx.blocks.signature import MOVES, PADS
 from smcp_fx.channels import ChannelGraph
 from smcp_fx.channels.mixed_weights import fold
 from smcp_fx.channels.weight_views import is_layer, weight_and_bias
@@ -26,13 +26,11 @@ from smcp_fx.tracing.modes import evaluated_graph, with_branches
 from smcp_fx.tracing.operations import operation_of
 from smcp_fx.tracing.recurrent import recurrent, recurrent_weight
 from smcp_fx.tracing.tracer import Traced
-from smcp_fx.tracing.traits import Trait, operations_with
 from smcp_fx.tracing.values import TensorInfo
 
 #: Operations that begin a block and absorb others, those that absorb the padding before them, and those absorbed.
 _ANCHORS = {f"conv{kind}{rank}d" for kind in ("", "transpose") for rank in (1, 2, 3)} | {"linear"}
-_PADS = operations_with(Trait.PADS)
-_PADDED = _PADS | {f"{kind}{rank}d" for kind in ("conv", "maxpool", "avgpool") for rank in (1, 2, 3)}
+_PADDED = PADS | {f"{kind}{rank}d" for kind in ("conv", "maxpool", "avgpool") for rank in (1, 2, 3)}
 _FOLLOWERS = set(
     """
 batchnorm add mul dropout identity stochasticdepth relu relu6 leakyrelu hardtanh clamp sigmoid
@@ -161,7 +159,7 @@ def _unpadded(traced: Traced, block: list[fx.Node]) -> list[str | None]:
 
 def _pads(traced: Traced, node: fx.Node) -> bool:
     """Whether a node pads images and leaves their channels."""
-    if operation_of(traced.module, node) not in _PADS:
+    if operation_of(traced.module, node) not in PADS:
         return False
     before, after = (traced.values[one.name].shape for one in (node.all_input_nodes[0], node))
     return len(after) > 2 and before[:2] == after[:2]

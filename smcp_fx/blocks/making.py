@@ -17,7 +17,7 @@ from torch.utils import _pytree as pytree
 
 from smcp_fx.blocks.feeding import CONVOLUTION
 from smcp_fx.blocks.fused import FusedBlock, Port
-from smcp_fx.blocks.signature import signature
+from smcp_fx.blocks.signature import PADS, signature
 from smcp_fx.blocks.widths import in_units
 from smcp_fx.channels import ChannelGraph
 from smcp_fx.channels.facts import Facts
@@ -58,7 +58,8 @@ def make_block(
     written (`blocks.feeding.how_written`); ``before``: the nodes that they read and that depend on no input;
     ``tried``: for each signature tried so far, why its block cannot be built narrower ("" if it can).
     """
-    paths = [str(node.target) for node in nodes if node.op == "call_module"]
+    named = [node for node in nodes if operation_of(traced.module, node) not in PADS] or nodes
+    paths = [str(node.target) for node in named if node.op == "call_module"]
     border = _Border.of(traced, channels, nodes, set(before))
     every = before + nodes
     module, values = _subgraph(traced, every, border)
@@ -75,7 +76,7 @@ def make_block(
         axes = border.axes if free else dict.fromkeys(border.axes)  # without a width, sizes tell blocks apart
         as_network = len(free) if own is channels else None
         return FusedBlock(
-            name=paths[0] if paths else nodes[0].name,
+            name=paths[0] if paths else named[0].name,
             nodes=tuple(node.name for node in nodes),
             signature=signature(
                 traced, every, border.tensors, axes, channels, read_before, fed_by, as_network

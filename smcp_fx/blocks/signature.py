@@ -15,10 +15,13 @@ from smcp_fx.channels.weight_views import is_layer, weight_of
 from smcp_fx.tracing.operations import operation_of, readable_name
 from smcp_fx.tracing.recurrent import recurrent
 from smcp_fx.tracing.tracer import Traced
+from smcp_fx.tracing.traits import Trait, operations_with
 from smcp_fx.tracing.values import TensorInfo
 
 #: Operations that move elements and compute nothing.
 MOVES = set(MOVEMENTS) - {"cat", "stack", "hstack", "vstack", "pad", "getattr"}
+#: Operations that pad.
+PADS = operations_with(Trait.PADS)
 #: Fields of modules that count channels, or that do not matter at inference.
 _UNSIGNED = set(
     """

@@ -56,7 +56,7 @@ def seek(
     """
     pairs, tried = list(earlier), list[tuple[C, float]]()
     candidate, aim = first, first.predicted
-    low, high = 0.0, math.inf  # aims up to the one give too fast a network, from the other on too slow a one
+    low, high = 0.0, math.inf  # aims up to low give too fast a network, from high on too slow a one
     for attempt in range(TRIES + 1):
         if attempt:
             aim = _between(low, high, aim_for(asked, pairs), asked / tried[-1][1])

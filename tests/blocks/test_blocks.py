@@ -131,6 +131,8 @@ def test_padding_is_in_the_block_of_what_reads_the_image() -> None:
         ("left",),
         ("right", "add"),
     ]
+    names = ["first", "second", "max_pool2d", "pad_1", "pad_2", "left", "right"]
+    assert [block.name for block in blocks] == names
     module, inputs = blocks[1].build((8, 8))
     assert inputs[0].shape == (2, 8, 10, 10) and module(*inputs).shape == (2, 8, 10, 10)
 

@@ -114,9 +114,9 @@ of EfficientNet-Lite0). ddddocr's detector and CREPE full were not run with 16 i
 
 Rows with AVX2, and those of ddddocr and CREPE by FLOPs, are older: choices were judged by a quarter of the images,
 not by half; tables counted the [padding](../explanations/experiments.md#latency-rows) of EfficientNet-Lite0 and
-CREPE apart. For the detectors' latency of one image (ddddocr's at 80 and 65%), and by FLOPs, uniform widths were
-what others had to beat, not [the mean](../explanations/method.md#without-training); by FLOPs, all four networks
-that were run again chose the same widths.
+CREPE apart. For the detectors' latency of one image (ddddocr's at 80 and 65%), and by FLOPs on ddddocr and CREPE,
+uniform widths were what others had to beat, not [the mean](../explanations/method.md#without-training); by FLOPs,
+the four other networks had the same results before and after both changes.
 
 `tools/bench/real/` made the record `docs/records/real.jsonl`, this page, its pictures and the README's table.
 """
