@@ -311,7 +311,7 @@ class Pruner:
         if self.cost.source is not None:  # only rank 0 has learnt prices
             self.cost.source.price_as_of(float(ranks.broadcast(state.as_of)))
         state.refresh()
-        if self.config.mask == "permanent":
+        if self._permanent:
             self._zero_pruned()
         masks = ranks.digest(self._importance.masks)
         ranks.check_same(masks, "masks", state.keep.device)
@@ -355,7 +355,7 @@ class Pruner:
             if rises is None
             else KnownWorth(importance, self._state, rises)
         )
-        permanent = self.config.mask == "permanent"
+        permanent = self._permanent
         if permanent:
             importance = torch.where(self._state.keep, importance, torch.zeros_like(importance))
         moving, scheduled = self._moving(step), self.schedule is not None
@@ -372,6 +372,11 @@ class Pruner:
 
     def _out_of_reach(self, error: InfeasibleBudgetError) -> InfeasibleBudgetError:
         return out_of_reach(error, self._channels, self.cost.unit, self.full_cost, self.config.multiple)
+
+    @property
+    def _permanent(self) -> bool:
+        """Whether pruned weights go for good. Not without training, where the repair needs them."""
+        return self.config.mask == "permanent" and self._state.rises is None
 
     def _moving(self, step: int) -> bool:
         """Whether the target is still falling."""

@@ -91,6 +91,20 @@ def test_the_target_is_met_and_repair_brings_the_outputs_nearer(labels: bool) ->
     assert (smaller(x) - expected).norm() < (sliced(x) - expected).norm()
 
 
+@pytest.mark.parametrize(
+    "option", [{"mask": "permanent"}, {"batch_norm_scaling": True}, {"width_exponent": 0.0}, {"memory": 0.0}]
+)
+def test_options_of_training_change_nothing(option: dict[str, Any]) -> None:
+    model, batches = randomise(chain(24, 32)).eval(), _batches(True)
+
+    def outputs(config: smcp_fx.PruningConfig) -> Tensor:
+        smaller = smcp_fx.compress(model, batches, target=0.5, config=config)
+        with torch.no_grad():
+            return smaller(batches[0][0])
+
+    assert torch.equal(outputs(MethodConfig(multiple=1, **option)), outputs(SMALL))
+
+
 def test_progress_is_told_from_nothing_to_all() -> None:
     told: list[float] = []
     batches = _batches(labels=True)
