@@ -8,13 +8,15 @@ r is drawn, in logarithms, towards the rise u that makes uniform widths the best
     r^t u^(1 - t),    u = (1 - s)^2 / s  times the saving of halving the group, where a share s is kept,
 
 with t = 1/2, 0, 1. Each solution is repaired on every second batch, with half of a repair's rows, and judged
-on the others. The first serves best on most networks, so another must be clearly better.
+on the others. The first serves best on most networks, so another must be clearly better. Where costs are
+measured, the first solution is corrected by them before, so that all are judged at the cost that is kept.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -40,6 +42,7 @@ from smcp_fx.outcomes import in_mode
 from smcp_fx.output_kinds import Kinds
 from smcp_fx.prepare import trained_graph
 from smcp_fx.prepared import PreparedModel, prepared_of
+from smcp_fx.pruning.solve import Solve
 from smcp_fx.pruning.worth import Floats
 
 #: The exponents t; another than the first wins if it lowers the divergence to this share. Docs: experiments.md.
@@ -54,6 +57,7 @@ def solve_best(
     loss: Loss | None = None,
     *,
     outputs: Kinds | None = None,
+    correct: Callable[[], object] | None = None,
     progress: Progress | None = None,
 ) -> float:
     """Solve for masks with the worths trusted by half, not at all or fully; return the best trust (1/2, 0, 1).
@@ -65,6 +69,8 @@ def solve_best(
         batches: as for `gather_importance`; fewer than four batches both repair and judge.
         loss: as for `gather_importance`.
         outputs: as for `gather_importance`.
+        correct: measures the network of the present masks, sets ``pruner.correction`` and solves again until it
+            costs what is asked; called before the candidates are judged, and after another than 1/2 is taken.
         progress: as for `gather_importance`.
 
     Raises the errors of `repair` and `Pruner.solve`.
@@ -72,28 +78,44 @@ def solve_best(
     prepared = prepared_of("solve_best", prepared)
     pruner, state, batches = prepared.pruner, prepared.smcp, again(batches)
     objective, rises = Objective(prepared, loss, outputs, quiet=True), state.rises
+    correct = correct or (lambda: None)
     if rises is None or pruner.target >= pruner.full_cost * pruner.correction:
         pruner.solve()
+        correct()
         return 1.0
-    tries, solves = list[tuple[float, dict[str, Floats], Narrowed]](), len(pruner.history)
-    masks = list[dict[str, Tensor]]()
+    tries, solves = list[_Try](), len(pruner.history)
     for trust in _TRUST:
         state.rises = drawn(rises, pruner.cost, trust)
         pruner.solve()
-        if not any(_same(prepared.masks, others) for others in masks):
-            masks.append(prepared.masks)
-            tries.append((trust, state.rises, narrowed(prepared)))
+        if not tries:
+            correct()
+        masks = prepared.masks
+        if not any(_same(masks, other.masks) for other in tries):
+            tries.append(_Try(trust, state.rises, masks, pruner.history[-1], narrowed(prepared)))
     fitting, judging = Stretch(progress).split(0.8)
-    networks, (fitted, held), best = [network for _, _, network in tries], _parts(batches), 0
+    networks, (fitted, held), best = [one.network for one in tries], _parts(batches), tries[0]
     if len(tries) > 1:
         fit(networks, prepared, fitted, fitting, rows=0.5)
         away = _distances([network.module for network in networks], prepared, held, objective, judging)
         least = min(range(len(tries)), key=away.__getitem__)
-        best = least if away[least] < _CLEARLY * away[0] else 0
-    trust, state.rises, _ = tries[best]
-    pruner.solve()
-    del pruner.history[solves:-1]  # drop the solves of the tries
-    return trust
+        best = tries[least] if away[least] < _CLEARLY * away[0] else best
+    state.rises = best.rises
+    prepared.set_masks(best.masks)
+    pruner.history[solves:] = [best.solve]
+    if best is not tries[0]:
+        correct()
+    return best.trust
+
+
+@dataclass(frozen=True)
+class _Try:
+    """A solve with rises drawn to a trust, and its network, to be repaired."""
+
+    trust: float
+    rises: dict[str, Floats]
+    masks: dict[str, Tensor]
+    solve: Solve
+    network: Narrowed
 
 
 def drawn(rises: Mapping[str, Floats], cost: NetworkCost, trust: float) -> dict[str, Floats]:

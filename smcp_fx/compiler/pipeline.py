@@ -355,9 +355,8 @@ class _Compilation:
             pruner.target = target * pruner.full_cost
             state.rises = whole
             with self.tell.stage("solving"), self.tell.bar("solving") as tick:
-                trust = solve_best(prepared, batches, outputs=kinds, progress=tick)
-                if corrects:
-                    corrector.fit()
+                correct = corrector.fit if corrects else None
+                trust = solve_best(prepared, batches, outputs=kinds, correct=correct, progress=tick)
                 self._tell_rows(prepared, "solving")
             self.tell.say(
                 f"weight of the estimated worths of groups: {trust:.0%} (0%: nearly uniform widths)"

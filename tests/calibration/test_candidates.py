@@ -132,7 +132,7 @@ def test_worths_that_know_of_dead_channels_are_trusted() -> None:
     _assert_solved_by(prepared, drawn(before, prepared.pruner.cost, trust))
 
 
-@pytest.mark.parametrize(
+_AWAY = pytest.mark.parametrize(
     ("away", "expected"),
     [
         ((1.0, 0.95, 0.92), 0.5),
@@ -141,6 +141,9 @@ def test_worths_that_know_of_dead_channels_are_trusted() -> None:
         ((float("nan"), 0.1, 0.2), 0.5),
     ],
 )
+
+
+@_AWAY
 def test_half_is_taken_unless_another_is_better_by_a_tenth(
     away: tuple[float, ...], expected: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -149,6 +152,41 @@ def test_half_is_taken_unless_another_is_better_by_a_tenth(
     monkeypatch.setattr("smcp_fx.calibration.candidates._same", lambda *masks: False)
     monkeypatch.setattr("smcp_fx.calibration.candidates._distances", lambda *_: list(away))
     assert solve_best(prepared, batches) == expected
+
+
+@_AWAY
+def test_all_are_judged_at_the_cost_that_measuring_leaves(
+    away: tuple[float, ...], expected: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Twice as much is measured as predicted; of the network that is kept, too."""
+    prepared, batches = _gathered(0.5)
+    pruner, judged, corrected = prepared.pruner, list[float](), list[float]()
+
+    def narrowed_here(prepared: smcp_fx.PreparedModel) -> Narrowed:
+        judged.append(prepared.pruner.present_cost)
+        return narrowed(prepared)
+
+    def correct() -> None:
+        pruner.correction = 2.0
+        pruner.solve()
+        corrected.append(pruner.present_cost)
+
+    monkeypatch.setattr("smcp_fx.calibration.candidates.narrowed", narrowed_here)
+    monkeypatch.setattr("smcp_fx.calibration.candidates._same", lambda *masks: False)
+    monkeypatch.setattr("smcp_fx.calibration.candidates._distances", lambda *_: list(away))
+    assert solve_best(prepared, batches, correct=correct) == expected
+    assert len(judged) == 3 and max(judged) <= 0.25 * pruner.full_cost
+    assert len(corrected) == (1 if expected == 0.5 else 2) and corrected[-1] == pruner.present_cost
+    assert pruner.present_cost == judged[(0.5, 0.0, 1.0).index(expected)]
+    assert pruner.history[-1].cost == pruner.present_cost
+
+
+def test_costs_are_measured_where_nothing_is_judged() -> None:
+    prepared, batches = _gathered(0.5)
+    prepared.smcp.rises = None
+    measured = list[float]()
+    assert solve_best(prepared, batches, correct=lambda: measured.append(prepared.pruner.present_cost)) == 1
+    assert measured == [prepared.pruner.present_cost] and measured[0] <= 0.5 * prepared.pruner.full_cost
 
 
 def _assert_solved_by(prepared: smcp_fx.PreparedModel, rises: dict[str, Floats]) -> None:

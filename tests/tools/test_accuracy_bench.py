@@ -24,6 +24,8 @@ from pretrained.latency import Share, Stopwatch, widths_of  # noqa: E402
 from pretrained.networks import NETWORKS, MobileNet  # noqa: E402
 from pretrained.tasks import Digits  # noqa: E402
 from records import Record  # noqa: E402
+from without_training_methods import METHODS as CHOICES  # noqa: E402
+from without_training_methods import Setting  # noqa: E402
 
 sys.path[:] = _PATH
 
@@ -86,21 +88,44 @@ def test_every_kind_of_run_once(arguments: argparse.Namespace, monkeypatch: pyte
     bench.run(arguments)
 
 
+class Known(Stopwatch):
+    """Its latencies are known: a tenth is overhead that no width changes."""
+
+    measured = 0
+
+    def share(self, model: torch.nn.Module, again: bool = False) -> Share:
+        self.measured += 1
+        sizes = [sum(p.numel() for p in net.parameters()) for net in (model, self._dense)]
+        return Share(0.1 + 0.9 * sizes[0] / sizes[1], 0.001)
+
+
 def test_networks_are_narrowed_until_they_measure_the_target(tmp_path: Path) -> None:
-    """A stopwatch whose latencies are known: a tenth is overhead that no width changes."""
-
-    class Known(Stopwatch):
-        measured = 0
-
-        def share(self, model: torch.nn.Module, again: bool = False) -> Share:
-            self.measured += 1
-            return Share(0.1 + 0.9 * model.out_features / 1000, 0.001)
-
     watch = Known("known", torch.nn.Linear(1, 1000), torch.zeros(1, 1), Record(tmp_path / "record.jsonl"))
-    aim = watch.narrowed(0.4, lambda share: (torch.nn.Linear(1, round(1000 * share)), share))
+    aim = watch.narrowed(0.4, lambda share: (torch.nn.Linear(1, round(1000 * share)), share), 0.4)
     assert 0.1 + 0.9 * aim == pytest.approx(0.4, abs=CLOSE) and watch.measured <= 2 * (TRIES + 1)
     other = Known("known", torch.nn.Linear(1, 1), torch.zeros(1, 1), watch._record, "torch")
     assert (watch.name, other.name) == ("known", "known, torch")  # records never mix backends
+
+
+@pytest.mark.parametrize("method", ["ours", "uniform, eliminated and repaired"])
+def test_what_a_method_returns_for_its_aim_measures_the_target(method: str, tmp_path: Path) -> None:
+    """Ours is the network that was judged: once solved and measured, it stays."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(
+        torch.nn.Conv2d(3, 128, 3), torch.nn.ReLU(), torch.nn.Conv2d(128, 128, 3), torch.nn.ReLU(),
+        torch.nn.AdaptiveAvgPool2d(1), torch.nn.Flatten(), torch.nn.Linear(128, 3),
+    ).eval()  # fmt: skip
+    images = torch.randn(32, 3, 8, 8)
+    watch = Known("known", model, images, Record(tmp_path / "record.jsonl"))
+    setting = Setting(model, images, None, 0, batch=8, head="6", narrow=watch.narrowed)
+    setting.target = 0.5
+    aim = setting.aim(method)
+    network, share = CHOICES[method](setting, aim)
+    assert watch.share(network).fraction == pytest.approx(0.5, abs=CLOSE)
+    assert share <= aim < 0.5  # FLOPs fall with the parameters here, and these must be 4/9
+    if method == "ours":
+        masks = setting.trusted("ours").masks
+        assert all(torch.equal(mask, masks[name]) for name, mask in setting.solved("ours", aim).masks.items())
 
 
 def test_widths_are_told_apart_whatever_the_weights() -> None:

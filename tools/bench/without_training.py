@@ -18,7 +18,6 @@ from __future__ import annotations
 import argparse
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -83,7 +82,7 @@ class Bench:
         setting = self._shared(task, case, dense, watch)
         setting.target = case.target
         name = _WIDTHS.get(case.method, case.method)
-        aim = case.target if watch is None else watch.aim(case, name, partial(METHODS[name], setting))
+        aim = case.target if watch is None else watch.aim(case, name, setting.aim)
         model, share = METHODS[case.method](setting, aim)
         found = {"dense": accuracy, "accuracy": task.accuracy(model)}
         if watch is None:
@@ -101,11 +100,8 @@ class Bench:
         key = (case.task, case.network, case.cost, case.images, case.labels, case.seed)
         if self._setting is None or self._setting[0] != key:
             images, labels = task.draw(case.images, 900_000_001 + case.seed)
-            priced = () if watch is None else (watch.cost, watch.inputs[0])
-            self._setting = (
-                key,
-                Setting(dense, images, labels if case.labels else None, case.seed, *priced),
-            )
+            priced = {} if watch is None else watch.pricing
+            self._setting = key, Setting(dense, images, labels if case.labels else None, case.seed, **priced)
         return self._setting[1]
 
 

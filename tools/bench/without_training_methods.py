@@ -10,10 +10,11 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator
-from functools import cached_property
+from functools import cached_property, partial
 
 import torch
 import torch.nn.functional as F
+from pretrained.latency import Reduce
 from pretrained.torch_pruning_path import Step, torch_pruning
 from torch import Tensor, nn
 
@@ -21,6 +22,8 @@ import smcp_fx
 from smcp_fx.calibration import solve_best
 
 _BATCH, _MULTIPLE = 64, 8
+#: Of methods that choose as we do, what of a `Setting` they choose by.
+_PREPARED = {"ours": "ours", "ours, by FLOPs": "by_flops"}
 
 
 class Setting:
@@ -28,7 +31,7 @@ class Setting:
 
     ``target``: what is asked for now, by which worths are trusted. ``batch``: images at a time; ``loss`` of
     outputs and labels; ``head``: the path of the last layer, which rivals are told to leave alone; ``outputs``: what
-    the outputs are, as for `smcp_fx.compress`.
+    the outputs are, as for `smcp_fx.compress`. ``narrow``: `Stopwatch.narrowed` where measured latencies count.
     """
 
     target: float
@@ -45,9 +48,10 @@ class Setting:
         loss: Callable[[Tensor, Tensor], Tensor] = F.cross_entropy,
         head: str = "head",
         outputs: str | dict[str, str] = "classes",
+        narrow: Callable[[float, Reduce, float], float] | None = None,
     ) -> None:
         self.model, self.seed, self.cost, self.loss, self.head = model, seed, cost, loss, head
-        self.outputs = outputs
+        self.outputs, self.narrow = outputs, narrow
         self.multiple = 1 if cost == "flops" else _MULTIPLE
         self.example = images[:2] if example is None else example
         self.images = list(images.split(batch))
@@ -63,15 +67,40 @@ class Setting:
         """Prepared, with importances gathered."""
         return self._gathered(self.cost)
 
+    def aim(self, method: str) -> float:
+        """The share of the cost to ask a method for, so that what its network measures is the target."""
+        if method not in _PREPARED:
+            assert self.narrow is not None
+            return self.narrow(self.target, partial(WIDTHS[method], self), self.target)
+        pruner = self.trusted(_PREPARED[method]).pruner
+        return pruner.target / pruner.full_cost / pruner.correction
+
     def trusted(self, name: str) -> smcp_fx.PreparedModel:
         """The same (``ours`` or ``by_flops``) with worths trusted as far as `solve_best` does."""
         key = name, self.target
         if key not in self._trusted:
             prepared = copy.deepcopy(getattr(self, name))
             pruner = prepared.pruner
-            smallest = (1 + 1e-6) * pruner.smallest_cost()
-            pruner.target = max(self.target * pruner.full_cost, smallest)
-            solve_best(prepared, self.batches, self._loss, outputs=self._kinds)
+            least = (1 + 1e-6) * pruner.smallest_cost() / pruner.full_cost
+            asked = max(self.target, least)
+            pruner.target = asked * pruner.full_cost
+
+            def reduce(aim: float) -> Found:
+                pruner.correction = asked / max(aim, least)
+                pruner.solve()
+                self._chosen[name, self.target, aim] = prepared.masks
+                return _sliced(prepared)
+
+            def correct() -> None:
+                assert self.narrow is not None
+                aim = min(1.0, self.narrow(self.target, reduce, asked / pruner.correction))
+                prepared.set_masks(self._chosen[name, self.target, aim])
+                pruner.correction = asked / max(aim, least)
+
+            solve_best(
+                prepared, self.batches, self._loss, outputs=self._kinds, correct=self.narrow and correct
+            )
+            self._chosen[name, self.target, asked / pruner.correction] = prepared.masks
             self._trusted[key] = prepared
         return self._trusted[key]
 
@@ -82,8 +111,9 @@ class Setting:
         if key in self._chosen:
             prepared.set_masks(self._chosen[key])
         else:
+            pruner.correction = 1.0
             pruner.solve(max(aim, (1 + 1e-6) * pruner.smallest_cost() / pruner.full_cost))
-            self._chosen[key] = {name: prepared.masks[name] for name in prepared.smcp.free_masks()}
+            self._chosen[key] = prepared.masks
         return prepared
 
     @cached_property
@@ -213,10 +243,8 @@ METHODS: dict[str, Callable[[Setting, float], Found]] = {
 }
 
 
-#: Networks of the widths of ours and of what is uniform, which need no images to be timed; others are as above.
+#: Networks of uniform widths, which need no images to be timed; others are as above.
 WIDTHS: dict[str, Callable[[Setting, float], Found]] = METHODS | {
-    "ours": lambda setting, target: _sliced(setting.solved("ours", target)),
-    "ours, by FLOPs": lambda setting, target: _sliced(setting.solved("by_flops", target)),
     "uniform L2": lambda setting, target: _sliced(_uniform(setting, target, _noise(setting))),
 }
 

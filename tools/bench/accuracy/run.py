@@ -19,7 +19,7 @@ import argparse
 import copy
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
-from functools import cache, partial
+from functools import cache
 from typing import Any
 
 import torch
@@ -31,7 +31,7 @@ from pretrained.torch_pruning_path import flops
 from records import Record
 from torch import Tensor, nn
 from without_training_methods import METHODS as CHOICES
-from without_training_methods import WIDTHS, Setting, recalibrated
+from without_training_methods import Setting, recalibrated
 
 from accuracy.methods import METHODS, Effort, chooser, steps_of
 from accuracy.report import print_tables, write_document
@@ -73,7 +73,7 @@ class Bench:
         dense_steps = steps_of(task, case.network, 1.0)
         effort = Effort(round(case.budget * dense_steps), case.rate, case.seed, dense_steps)
         name = chooser(case.method)
-        aim = case.target if watch is None else watch.aim(case, name, partial(WIDTHS[name], setting))
+        aim = case.target if watch is None else watch.aim(case, name, setting.aim)
         torch.manual_seed(case.seed)
         model, _ = METHODS[case.method](setting, task, aim, effort)
         judging = self._judging(case.task)
@@ -108,14 +108,8 @@ class Bench:
         if self._setting is None or self._setting[0] != key:
             images, labels = task.draw(IMAGES, 900_000_001 + case.seed)
             watch = self._watch(task, case, dense)
-            self._setting = (
-                key,
-                (
-                    Setting(dense, images, labels, case.seed)
-                    if watch is None
-                    else Setting(dense, images, labels, case.seed, watch.cost, watch.inputs[0])
-                ),
-            )
+            priced = {} if watch is None else watch.pricing
+            self._setting = key, Setting(dense, images, labels, case.seed, **priced)
         return self._setting[1]
 
 

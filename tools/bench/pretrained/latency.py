@@ -13,7 +13,7 @@ import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Protocol
+from typing import Any, Protocol
 
 from records import Record
 from torch import Tensor, nn
@@ -76,6 +76,11 @@ class Stopwatch:
             LatencyTable(self._record.path.with_suffix(".sqlite")), self._backend, progress=False
         )
 
+    @property
+    def pricing(self) -> dict[str, Any]:
+        """What a `Setting` takes where measured latencies count."""
+        return {"cost": self.cost, "example": self.inputs[0], "narrow": self.narrowed}
+
     def share(self, model: nn.Module, again: bool = False) -> Share:
         """Measure a network's share of the dense latency; known widths only ``again``, and then the mean of both."""
         key = {"network": self.name, "widths": widths_of(model)}
@@ -96,8 +101,8 @@ class Stopwatch:
         error = sum(line["error"] ** 2 for line in known) ** 0.5 / len(known)
         return Share(mean, error)
 
-    def aim(self, case: Case, method: str, reduce: Reduce) -> float:
-        """Return what `narrowed` finds for a case by ``reduce``, the way of ``method``; kept in the record.
+    def aim(self, case: Case, method: str, search: Callable[[str], float]) -> float:
+        """Return what ``search`` finds for a case and its method by `narrowed`; kept in the record.
 
         Widths of "uniform L2" are the same whatever the images are: its answer serves all seeds.
         """
@@ -111,19 +116,20 @@ class Stopwatch:
         }
         known = self._record.find("aim", **key)
         if not known:
-            known = [self._record.add("aim", **key, aim=self.narrowed(case.target, reduce))]
+            known = [self._record.add("aim", **key, aim=search(method))]
         return float(known[0]["aim"])
 
-    def narrowed(self, target: float, reduce: Reduce) -> float:
+    def narrowed(self, target: float, reduce: Reduce, first: float) -> float:
         """Return the share to ask ``reduce`` for, so that its network measures ``target`` of the dense latency.
 
-        It may measure less, where whole multiples of channels go at once; `share` of the network tells.
+        ``first``: the share to begin with. The network may measure less, where whole multiples of channels go at
+        once; `share` of it tells.
         """
 
         def solve(aim: float) -> _Candidate:
             return _Candidate(self, aim, *reduce(min(aim, 1.0)))
 
-        found, measured, _ = seek(target, solve(target), solve)
+        found, measured, _ = seek(target, solve(first), solve)
         aim = found.aim
         while measured > target + CLOSE and aim > _LESS * target / 4:
             aim *= _LESS

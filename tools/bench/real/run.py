@@ -20,7 +20,7 @@ import argparse
 import statistics
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +29,7 @@ from pretrained.command import UnavailableError, run_cases, versions
 from pretrained.latency import Stopwatch
 from records import Record
 from torch import Tensor
-from without_training_methods import METHODS, WIDTHS, Setting
+from without_training_methods import METHODS, Setting
 
 from real.networks import SUBJECTS, Judged, Subject, divergence
 from real.trained import TRAINED
@@ -138,12 +138,10 @@ class Prepared:
         return self._setting(None)
 
     def _setting(self, labels: Tensor | None) -> Setting:
-        subject = self.subject
-        cost = "flops" if self.watch is None else self.watch.cost
-        example = None if self.watch is None else self.watch.inputs[0]
+        subject, priced = self.subject, {} if self.watch is None else self.watch.pricing
         return Setting(
-            subject.model, subject.images, labels, self._case.seed, cost, example, subject.batch, subject.loss,
-            subject.head, subject.outputs,
+            subject.model, subject.images, labels, self._case.seed, batch=subject.batch, loss=subject.loss,
+            head=subject.head, outputs=subject.outputs, **priced,
         )  # fmt: skip
 
     def smaller(self, case: Case) -> tuple[torch.nn.Module, float, float]:
@@ -152,9 +150,7 @@ class Prepared:
         setting.target = case.target
         if self.watch is None:
             return *METHODS[case.method](setting, case.target), 0.0
-        aim = self.watch.aim(
-            replace(case, network=self.watch.name), case.method, partial(WIDTHS[case.method], setting)
-        )
+        aim = self.watch.aim(replace(case, network=self.watch.name), case.method, setting.aim)
         model, _ = METHODS[case.method](setting, aim)
         measured = self.watch.share(model)
         return model, measured.fraction, measured.error
