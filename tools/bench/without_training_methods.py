@@ -243,10 +243,11 @@ METHODS: dict[str, Callable[[Setting, float], Found]] = {
 }
 
 
-#: Networks of uniform widths, which need no images to be timed; others are as above.
-WIDTHS: dict[str, Callable[[Setting, float], Found]] = METHODS | {
-    "uniform L2": lambda setting, target: _sliced(_uniform(setting, target, _noise(setting))),
-}
+#: Networks of the same widths, which are all that latencies need: what is uniform is the same without images.
+WIDTHS: dict[str, Callable[[Setting, float], Found]] = METHODS | dict.fromkeys(
+    ("uniform L2", "uniform, eliminated and repaired"),
+    lambda setting, target: _sliced(_uniform(setting, target, _noise(setting))),
+)
 
 
 def _finished(setting: Setting, prepared: smcp_fx.PreparedModel, repair: bool) -> Found:
