@@ -14,7 +14,7 @@ measured, the first solution is corrected by them before, so that all are judged
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
@@ -38,10 +38,12 @@ from smcp_fx.calibration.progress import Progress, Stretch
 from smcp_fx.calibration.repair import fit, narrowed
 from smcp_fx.calibration.side_by_side import Narrowed
 from smcp_fx.cost_model import NetworkCost
+from smcp_fx.errors import InfeasibleBudgetError
 from smcp_fx.outcomes import in_mode
 from smcp_fx.output_kinds import Kinds
 from smcp_fx.prepare import trained_graph
 from smcp_fx.prepared import PreparedModel, prepared_of
+from smcp_fx.pruning import ranks
 from smcp_fx.pruning.solve import Solve
 from smcp_fx.pruning.worth import Floats
 
@@ -83,39 +85,56 @@ def solve_best(
         pruner.solve()
         correct()
         return 1.0
-    tries, solves = list[_Try](), len(pruner.history)
-    for trust in _TRUST:
-        state.rises = drawn(rises, pruner.cost, trust)
-        pruner.solve()
-        if not tries:
+    with ExitStack() as undo:
+        undo.callback(setattr, state, "rises", rises)  # if anything fails
+        start, tries = len(pruner.history), list(_tries(prepared, rises, correct))
+        fitting, judging = Stretch(progress).split(0.8)
+        networks, (fitted, held), best = [one.network for one in tries], _parts(batches), 0
+        if len(tries) > 1:
+            fit(networks, prepared, fitted, fitting, rows=0.5)
+            away = _distances([network.module for network in networks], prepared, held, objective, judging)
+            least = min(range(len(tries)), key=away.__getitem__)
+            best = least if away[least] < _CLEARLY * away[0] else 0
+        best = int(ranks.broadcast(torch.tensor(best, device=state.keep.device)))
+        state.rises, pruner.history[start:] = tries[best].rises, tries[best].solves
+        prepared.set_masks(tries[best].masks)
+        if best:
             correct()
-        masks = prepared.masks
-        if not any(_same(masks, other.masks) for other in tries):
-            tries.append(_Try(trust, state.rises, masks, pruner.history[-1], narrowed(prepared)))
-    fitting, judging = Stretch(progress).split(0.8)
-    networks, (fitted, held), best = [one.network for one in tries], _parts(batches), tries[0]
-    if len(tries) > 1:
-        fit(networks, prepared, fitted, fitting, rows=0.5)
-        away = _distances([network.module for network in networks], prepared, held, objective, judging)
-        least = min(range(len(tries)), key=away.__getitem__)
-        best = tries[least] if away[least] < _CLEARLY * away[0] else best
-    state.rises = best.rises
-    prepared.set_masks(best.masks)
-    pruner.history[solves:] = [best.solve]
-    if best is not tries[0]:
-        correct()
-    return best.trust
+        undo.pop_all()
+    return tries[best].trust
 
 
 @dataclass(frozen=True)
 class _Try:
-    """A solve with rises drawn to a trust, and its network, to be repaired."""
+    """What solves by rises drawn to a trust came to, and its network, to be repaired."""
 
     trust: float
     rises: dict[str, Floats]
     masks: dict[str, Tensor]
-    solve: Solve
+    solves: list[Solve]
     network: Narrowed
+
+
+def _tries(
+    prepared: PreparedModel, rises: Mapping[str, Floats], correct: Callable[[], object]
+) -> Iterator[_Try]:
+    """Solve by each trust, the first until what is measured fits; leave out equal and impossible solutions."""
+    pruner, seen = prepared.pruner, list[dict[str, Tensor]]()
+    for trust in _TRUST:
+        before = len(pruner.history)
+        prepared.smcp.rises = mine = drawn(rises, pruner.cost, trust)
+        try:
+            pruner.solve()
+        except InfeasibleBudgetError:
+            if not seen:
+                raise
+            continue
+        if not seen:
+            correct()
+        masks = prepared.masks
+        if not any(_same(masks, others) for others in seen):
+            seen.append(masks)
+            yield _Try(trust, mine, masks, pruner.history[before:], narrowed(prepared))
 
 
 def drawn(rises: Mapping[str, Floats], cost: NetworkCost, trust: float) -> dict[str, Floats]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import math
 from collections.abc import Callable
@@ -64,6 +63,7 @@ class Corrector:
         self.scratch = state / "candidate.onnx"
         self.say = say
         self.comparisons: list[Comparison] = []
+        self._tries = 0
         self._engine: Engine | None = None  # of the candidate that is measured
 
     def to(self, fraction: float) -> Corrector:
@@ -102,15 +102,21 @@ class Corrector:
 
     def fit(self, step: int = 0) -> None:
         """Measure the network of the last solve, and solve again until it meets the target."""
-        pruner, solves = self.prepared.pruner, itertools.count(2)
+        pruner = self.prepared.pruner
+
+        def candidate() -> _Candidate:
+            self._tries += 1
+            name = "last masks" if self._tries == 1 else f"last masks, try {self._tries}"
+            tried.append(_Candidate(self, name, step))
+            return tried[-1]
 
         def solve(aim: float) -> _Candidate:
             self._aim(aim)
             pruner.solve()
-            tried.append(_Candidate(self, f"last masks, try {next(solves)}", step))
-            return tried[-1]
+            return candidate()
 
-        tried = [first := _Candidate(self, "last masks", step)]
+        tried = list[_Candidate]()
+        first = candidate()
         try:
             best, measured, met = seek(self.fraction, first, solve, self._told())
         finally:

@@ -181,6 +181,34 @@ def test_all_are_judged_at_the_cost_that_measuring_leaves(
     assert pruner.history[-1].cost == pruner.present_cost
 
 
+def test_what_the_corrected_aim_puts_out_of_reach_is_no_candidate() -> None:
+    prepared, batches = _gathered(0.5)
+    pruner = prepared.pruner
+
+    def correct() -> None:
+        pruner.correction = 2.0
+        pruner.solve()
+        pruner.correction = 1e6
+
+    assert solve_best(prepared, batches, correct=correct) == 0.5
+    assert 0 < pruner.present_cost <= 0.25 * pruner.full_cost
+    assert [solve.cost <= 0.25 * pruner.full_cost for solve in pruner.history] == [False, True]
+
+
+def test_rises_stay_where_measuring_fails() -> None:
+    prepared, batches = _gathered(0.5)
+    before = prepared.pruner.rises
+    assert before is not None
+
+    def correct() -> None:
+        raise RuntimeError("the device is gone")
+
+    with pytest.raises(RuntimeError, match="gone"):
+        solve_best(prepared, batches, correct=correct)
+    after = prepared.pruner.rises
+    assert after is not None and all((after[name] == curve).all() for name, curve in before.items())
+
+
 def test_costs_are_measured_where_nothing_is_judged() -> None:
     prepared, batches = _gathered(0.5)
     prepared.smcp.rises = None

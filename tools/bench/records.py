@@ -31,7 +31,9 @@ class Record:
     def find(self, kind: str, **keys: Any) -> list[dict[str, Any]]:
         """The lines of a kind with these values."""
         return [
-            line for line in self.lines if line["kind"] == kind and all(line[k] == v for k, v in keys.items())
+            line
+            for line in self.lines
+            if line["kind"] == kind and all(line.get(k) == v for k, v in keys.items())
         ]
 
     def add(self, kind: str, **values: Any) -> dict[str, Any]:

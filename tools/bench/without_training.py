@@ -81,8 +81,7 @@ class Bench:
         watch = self._watch(task, case.network, dense) if case.cost == "latency" else None
         setting = self._shared(task, case, dense, watch)
         setting.target = case.target
-        name = _WIDTHS.get(case.method, case.method)
-        aim = case.target if watch is None else watch.aim(case, name, setting.aim)
+        aim = case.target if watch is None else setting.aim(_WIDTHS.get(case.method, case.method))
         model, share = METHODS[case.method](setting, aim)
         found = {"dense": accuracy, "accuracy": task.accuracy(model)}
         if watch is None:

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 import smcp_fx
 from smcp_fx.calibration import solve_best
+from smcp_fx.prepared import Pruner
 
 _BATCH, _MULTIPLE = 64, 8
 #: Of methods that choose as we do, what of a `Setting` they choose by.
@@ -60,7 +61,8 @@ class Setting:
         )
         self._paths: dict[str, tuple[Iterator[Step], list[Step]]] = {}
         self._trusted: dict[tuple[str, float], smcp_fx.PreparedModel] = {}
-        self._chosen: dict[tuple[str, float, float], dict[str, Tensor]] = {}
+        self._aims: dict[tuple[str, float], float] = {}
+        self._chosen: dict[tuple[str, float, float], tuple[dict[str, Tensor], float]] = {}
 
     @cached_property
     def ours(self) -> smcp_fx.PreparedModel:
@@ -69,38 +71,39 @@ class Setting:
 
     def aim(self, method: str) -> float:
         """The share of the cost to ask a method for, so that what its network measures is the target."""
-        if method not in _PREPARED:
+        if method in _PREPARED:
+            self.trusted(_PREPARED[method])
+        key = _PREPARED.get(method, method), self.target
+        if key not in self._aims:
             assert self.narrow is not None
-            return self.narrow(self.target, partial(WIDTHS[method], self), self.target)
-        pruner = self.trusted(_PREPARED[method]).pruner
-        return pruner.target / pruner.full_cost / pruner.correction
+            self._aims[key] = self.narrow(self.target, partial(WIDTHS[method], self), self.target)
+        return self._aims[key]
 
     def trusted(self, name: str) -> smcp_fx.PreparedModel:
         """The same (``ours`` or ``by_flops``) with worths trusted as far as `solve_best` does."""
         key = name, self.target
         if key not in self._trusted:
-            prepared = copy.deepcopy(getattr(self, name))
+            prepared, aim = copy.deepcopy(getattr(self, name)), self.target
             pruner = prepared.pruner
-            least = (1 + 1e-6) * pruner.smallest_cost() / pruner.full_cost
-            asked = max(self.target, least)
-            pruner.target = asked * pruner.full_cost
+            pruner.target = _reached(pruner, aim) * pruner.full_cost
 
             def reduce(aim: float) -> Found:
-                pruner.correction = asked / max(aim, least)
+                pruner.correction = pruner.target / (_reached(pruner, aim) * pruner.full_cost)
                 pruner.solve()
-                self._chosen[name, self.target, aim] = prepared.masks
+                self._chosen[name, self.target, aim] = prepared.masks, pruner.correction
                 return _sliced(prepared)
 
             def correct() -> None:
+                nonlocal aim
                 assert self.narrow is not None
-                aim = min(1.0, self.narrow(self.target, reduce, asked / pruner.correction))
-                prepared.set_masks(self._chosen[name, self.target, aim])
-                pruner.correction = asked / max(aim, least)
+                aim = min(1.0, self.narrow(self.target, reduce, aim))
+                masks, pruner.correction = self._chosen[name, self.target, aim]
+                prepared.set_masks(masks)
 
             solve_best(
                 prepared, self.batches, self._loss, outputs=self._kinds, correct=self.narrow and correct
             )
-            self._chosen[name, self.target, asked / pruner.correction] = prepared.masks
+            self._aims[key], self._chosen[name, self.target, aim] = aim, (prepared.masks, pruner.correction)
             self._trusted[key] = prepared
         return self._trusted[key]
 
@@ -109,11 +112,11 @@ class Setting:
         prepared, key = copy.deepcopy(self.trusted(name)), (name, self.target, aim)
         pruner = prepared.pruner
         if key in self._chosen:
-            prepared.set_masks(self._chosen[key])
+            prepared.set_masks(self._chosen[key][0])
         else:
             pruner.correction = 1.0
-            pruner.solve(max(aim, (1 + 1e-6) * pruner.smallest_cost() / pruner.full_cost))
-            self._chosen[key] = prepared.masks
+            pruner.solve(_reached(pruner, aim))
+            self._chosen[key] = prepared.masks, 1.0
         return prepared
 
     @cached_property
@@ -248,6 +251,11 @@ WIDTHS: dict[str, Callable[[Setting, float], Found]] = METHODS | dict.fromkeys(
     ("uniform L2", "uniform, eliminated and repaired"),
     lambda setting, target: _sliced(_uniform(setting, target, _noise(setting))),
 )
+
+
+def _reached(pruner: Pruner, share: float) -> float:
+    """The share of the cost, or the smallest that is within reach."""
+    return max(share, (1 + 1e-6) * pruner.smallest_cost() / pruner.full_cost)
 
 
 def _finished(setting: Setting, prepared: smcp_fx.PreparedModel, repair: bool) -> Found:

@@ -72,8 +72,7 @@ class Bench:
         setting.target = case.target
         dense_steps = steps_of(task, case.network, 1.0)
         effort = Effort(round(case.budget * dense_steps), case.rate, case.seed, dense_steps)
-        name = chooser(case.method)
-        aim = case.target if watch is None else watch.aim(case, name, setting.aim)
+        aim = case.target if watch is None else setting.aim(chooser(case.method))
         torch.manual_seed(case.seed)
         model, _ = METHODS[case.method](setting, task, aim, effort)
         judging = self._judging(case.task)

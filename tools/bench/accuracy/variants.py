@@ -65,8 +65,9 @@ def taught_by_stages(setting: Setting, task: Task, target: float, effort: Effort
 
 def in_two_steps(setting: Setting, task: Task, target: float, effort: Effort) -> Found:
     """Half of the way, three tenths of the training, then the rest of both."""
-    setting.target = target**0.5
-    model, share = CHOICES["ours"](setting, setting.target)
+    half = copy.copy(setting)
+    half.target, half.narrow = target**0.5, None  # shares of the cost, as it is predicted
+    model, share = CHOICES["ours"](half, half.target)
     between = round(_BETWEEN * effort.steps)
     train(model, setting, task, replace(effort, steps=between))
     images, labels = (torch.cat(part) for part in zip(*setting.batches, strict=True))

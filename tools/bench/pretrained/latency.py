@@ -13,7 +13,7 @@ import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Protocol
+from typing import Any
 
 from records import Record
 from torch import Tensor, nn
@@ -33,19 +33,6 @@ _COMPARE = CompareConfig(rounds=3, error=0.005, longest_seconds=3.0)
 
 #: From a share of the dense network's cost to a network, and the share it came to.
 Reduce = Callable[[float], tuple[nn.Module, float]]
-
-
-class Case(Protocol):
-    """A run that asks for a share of a network's latency."""
-
-    @property
-    def task(self) -> str: ...
-    @property
-    def network(self) -> str: ...
-    @property
-    def target(self) -> float: ...
-    @property
-    def seed(self) -> int: ...
 
 
 @dataclass(frozen=True)
@@ -77,13 +64,18 @@ class Stopwatch:
         )
 
     @property
+    def device(self) -> str:
+        """The processor that latencies are measured on."""
+        return self._backend.fingerprint().device
+
+    @property
     def pricing(self) -> dict[str, Any]:
         """What a `Setting` takes where measured latencies count."""
         return {"cost": self.cost, "example": self.inputs[0], "narrow": self.narrowed}
 
     def share(self, model: nn.Module, again: bool = False) -> Share:
         """Measure a network's share of the dense latency; known widths only ``again``, and then the mean of both."""
-        key = {"network": self.name, "widths": widths_of(model)}
+        key = {"network": self.name, "device": self.device, "widths": widths_of(model)}
         known = self._record.find("latency", **key)
         if not known or again:
             file = self._record.path.with_name(f"{self.name}-reduced.onnx")
@@ -100,24 +92,6 @@ class Stopwatch:
         mean = sum(line["fraction"] for line in known) / len(known)
         error = sum(line["error"] ** 2 for line in known) ** 0.5 / len(known)
         return Share(mean, error)
-
-    def aim(self, case: Case, method: str, search: Callable[[str], float]) -> float:
-        """Return what ``search`` finds for a case and its method by `narrowed`; kept in the record.
-
-        Widths of "uniform L2" are the same whatever the images are: its answer serves all seeds.
-        """
-        seed = 0 if method == "uniform L2" else case.seed
-        key = {
-            "task": case.task,
-            "network": case.network,
-            "method": method,
-            "target": case.target,
-            "seed": seed,
-        }
-        known = self._record.find("aim", **key)
-        if not known:
-            known = [self._record.add("aim", **key, aim=search(method))]
-        return float(known[0]["aim"])
 
     def narrowed(self, target: float, reduce: Reduce, first: float) -> float:
         """Return the share to ask ``reduce`` for, so that its network measures ``target`` of the dense latency.

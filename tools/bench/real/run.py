@@ -19,7 +19,7 @@ from __future__ import annotations
 import argparse
 import statistics
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -84,6 +84,7 @@ class Bench:
     def run(self, case: Case) -> dict[str, Any]:
         """What a case came to; ``failed`` says why a rival did not get there."""
         prepared = self.prepared(case)
+        device = {} if prepared.watch is None else {"device": prepared.watch.device}
         try:
             model, share, error = prepared.smaller(case)
             judged = prepared.subject.judge(model, prepared.dense)
@@ -92,13 +93,14 @@ class Bench:
         except Exception as problem:
             if not case.method.startswith("Torch-Pruning"):
                 raise
-            return {"failed": f"{type(problem).__name__}: {str(problem).strip().splitlines()[0][:200]}"}
+            told = str(problem).strip().splitlines()[0][:200]
+            return {"failed": f"{type(problem).__name__}: {told}", **device}
         spread = statistics.stdev(judged.divergence) / len(judged.divergence) ** 0.5
         return {
             "dense": statistics.fmean(prepared.dense.right), "accuracy": statistics.fmean(judged.right),
             "agree": statistics.fmean(judged.agree), "divergence": statistics.fmean(judged.divergence),
             "divergence_error": spread, "right": bits(judged.right), "dense_right": bits(prepared.dense.right),
-            "share": share, "error": error,
+            "share": share, "error": error, **device,
         }  # fmt: skip
 
     def prepared(self, case: Case) -> Prepared:
@@ -150,8 +152,7 @@ class Prepared:
         setting.target = case.target
         if self.watch is None:
             return *METHODS[case.method](setting, case.target), 0.0
-        aim = self.watch.aim(replace(case, network=self.watch.name), case.method, setting.aim)
-        model, _ = METHODS[case.method](setting, aim)
+        model, _ = METHODS[case.method](setting, setting.aim(case.method))
         measured = self.watch.share(model)
         return model, measured.fraction, measured.error
 
