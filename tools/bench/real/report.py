@@ -108,11 +108,16 @@ with the dense network's while another core did other work. Every method narrows
 all in multiples of eight channels; a cell tells where a network came out more than a point beside it.
 {errors}
 
-Rows on an AMD EPYC, and those of ddddocr by FLOPs, are older. Choices were judged at the target, not at the latency
-that is kept. With AVX2 they were judged by a quarter of the images, not by half; tables counted the
-[padding](../explanations/experiments.md#latency-rows) of EfficientNet-Lite0 and CREPE apart; and for the detectors'
-latency of one image (ddddocr's at 80 and 65%), as for ddddocr by FLOPs, uniform widths were what others had to beat,
-not [the mean](../explanations/method.md#without-training).
+Rows on an AMD EPYC, and those of ddddocr and CREPE full by FLOPs, are older:
+
+- on an AMD EPYC, choices were judged at the target, not at the latency that is kept;
+- with AVX2, and by FLOPs, they were judged by a quarter of the images, not by half;
+- with AVX2, tables counted the [padding](../explanations/experiments.md#latency-rows) of EfficientNet-Lite0 and CREPE
+  apart;
+- for the detectors' latency of one image (ddddocr's at 80 and 65%), and by FLOPs, uniform widths were what others had
+  to beat, not [the mean](../explanations/method.md#without-training).
+
+Torch-Pruning was not run with 16 images of CREPE full and of ddddocr's detector.
 
 `tools/bench/real/` made the record `docs/records/real.jsonl`, this page, its pictures and the README's table.
 """
