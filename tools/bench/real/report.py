@@ -117,7 +117,7 @@ Rows on an AMD EPYC, and those of ddddocr and CREPE full by FLOPs, are older:
 - for the detectors' latency of one image (ddddocr's at 80 and 65%), and by FLOPs, uniform widths were what others had
   to beat, not [the mean](../explanations/method.md#without-training).
 
-Torch-Pruning was not run with 16 images of CREPE full and of ddddocr's detector.
+With 16 images, ddddocr's detector was run at 65% alone, and Torch-Pruning not on it nor on CREPE full.
 
 `tools/bench/real/` made the record `docs/records/real.jsonl`, this page, its pictures and the README's table.
 """
