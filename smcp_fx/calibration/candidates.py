@@ -8,8 +8,9 @@ r is drawn, in logarithms, towards the rise u that makes uniform widths the best
     r^t u^(1 - t),    u = (1 - s)^2 / s  times the saving of halving the group, where a share s is kept,
 
 with t = 1/2, 0, 1. Each solution is repaired on every second batch, with half of a repair's rows, and judged
-on the others. The first serves best on most networks, so another must be clearly better. Where costs are
-measured, the first solution is corrected by them before, so that all are judged at the cost that is kept.
+on the others. The first serves best on most networks, so another must be clearly better. Where files are
+measured, the first solution is, and the aim corrected, before the others are solved: all are judged at the
+cost that is kept.
 """
 
 from __future__ import annotations

@@ -62,7 +62,7 @@ class Setting:
         self._paths: dict[str, tuple[Iterator[Step], list[Step]]] = {}
         self._trusted: dict[tuple[str, float], smcp_fx.PreparedModel] = {}
         self._aims: dict[tuple[str, float], float] = {}
-        self._chosen: dict[tuple[str, float, float], tuple[dict[str, Tensor], float]] = {}
+        self._chosen: dict[tuple[str, float, float], dict[str, Tensor]] = {}
 
     @cached_property
     def ours(self) -> smcp_fx.PreparedModel:
@@ -87,23 +87,26 @@ class Setting:
             pruner = prepared.pruner
             pruner.target = _reached(pruner, aim) * pruner.full_cost
 
-            def reduce(aim: float) -> Found:
+            def aim_at(aim: float) -> None:
                 pruner.correction = pruner.target / (_reached(pruner, aim) * pruner.full_cost)
+
+            def reduce(aim: float) -> Found:
+                aim_at(aim)
                 pruner.solve()
-                self._chosen[name, self.target, aim] = prepared.masks, pruner.correction
+                self._chosen[name, self.target, aim] = prepared.masks
                 return _sliced(prepared)
 
             def correct() -> None:
                 nonlocal aim
                 assert self.narrow is not None
                 aim = min(1.0, self.narrow(self.target, reduce, aim))
-                masks, pruner.correction = self._chosen[name, self.target, aim]
-                prepared.set_masks(masks)
+                aim_at(aim)
+                prepared.set_masks(self._chosen[name, self.target, aim])
 
             solve_best(
                 prepared, self.batches, self._loss, outputs=self._kinds, correct=self.narrow and correct
             )
-            self._aims[key], self._chosen[name, self.target, aim] = aim, (prepared.masks, pruner.correction)
+            self._aims[key], self._chosen[name, self.target, aim] = aim, prepared.masks
             self._trusted[key] = prepared
         return self._trusted[key]
 
@@ -112,11 +115,11 @@ class Setting:
         prepared, key = copy.deepcopy(self.trusted(name)), (name, self.target, aim)
         pruner = prepared.pruner
         if key in self._chosen:
-            prepared.set_masks(self._chosen[key][0])
+            prepared.set_masks(self._chosen[key])
         else:
             pruner.correction = 1.0
             pruner.solve(_reached(pruner, aim))
-            self._chosen[key] = prepared.masks, 1.0
+            self._chosen[key] = prepared.masks
         return prepared
 
     @cached_property

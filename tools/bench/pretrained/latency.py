@@ -2,8 +2,8 @@
 
 A way to reduce a network goes by some cost (FLOPs, or a latency that a table predicts). `Stopwatch.narrowed` asks it
 for less or more until the network it returns measures what is wanted, by the search of `smcp-compile`, and then for
-less until it is within that. Latencies depend on widths, not on weights: they are measured once for the same widths,
-in turns with the dense network, and kept in a record.
+less until it is within that. Latencies depend on widths, not on weights: they are measured once for the same widths
+and processor, in turns with the dense network, and kept in a record.
 """
 
 from __future__ import annotations
